@@ -1,0 +1,123 @@
+# Every target first prepares .venv, once; afterwards it starts at once. Needs Python >= 3.10 and make.
+#
+#   make test PYTHON=python3.12     build .venv with this Python (only when .venv does not exist yet)
+#   make test-gpu PY=python         skip .venv and use the environment of this Python as it is
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+
+VENV := .venv
+STAMP := $(VENV)/.ready
+# Test processes of the lanes that run in parallel.
+JOBS ?= 2
+
+# Without a choice of the caller's, the first of these that is recent enough builds .venv.
+ifeq ($(origin PYTHON),undefined)
+PYTHONS := python3 python3.11 python3.12 python3.13 python3.10
+else
+PYTHONS := $(PYTHON)
+endif
+
+ifeq ($(origin PY),command line)
+READY :=
+else
+PY := $(VENV)/bin/python
+READY := $(STAMP)
+endif
+
+PIP := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
+PYTEST := $(PY) -m pytest
+COMPILED := env -u TRITON_INTERPRET
+INTERPRETED := env TRITON_INTERPRET=1
+LANES := lint test-cpu test-interpret test-sanitize bench-smoke
+
+.PHONY: help setup demo test test-cpu test-interpret test-sanitize test-gpu bench bench-smoke \
+	kernel-report lint format clean
+
+help: ## show this table
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+setup: $(READY) ## prepare .venv: torch, triton, this package and the tools, pinned
+	@echo "$(PY) is ready"
+
+# The constraints are in force where torch is first resolved. The stamp comes last, so that an interrupted
+# set-up starts again.
+$(STAMP): pyproject.toml constraints.txt
+	@rm -f $@
+	@python=; for candidate in $(PYTHONS); do \
+	    if $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; \
+	    then python=$$candidate; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	    echo "make: no Python >= 3.10 among: $(PYTHONS). Install one, or name it: make setup PYTHON=..." >&2; \
+	    exit 1; \
+	fi; \
+	if ! $(VENV)/bin/python -c 'import pip' 2>/dev/null; then \
+	    $$python -m venv --clear $(VENV) || { \
+	        echo "make: $$python cannot create $(VENV); Debian and Ubuntu ship venv as python3-venv" >&2; \
+	        exit 1; \
+	    }; \
+	fi; \
+	echo "Preparing $(VENV) with $$($(VENV)/bin/python -V); the first time takes a few minutes."
+	@$(PIP) torch "triton; platform_system == 'Linux'" setuptools
+	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@$(PIP) --no-deps --ignore-requires-python ttsem || \
+	    echo "Note: ttsem could not be installed; test-sanitize will be skipped."
+	@touch $@
+
+demo: $(READY) ## train a toy policy off-policy on the CPU and draw its curves
+	@$(PY) examples/quickstart.py
+
+test: $(READY) ## all that needs no GPU: lint, the three CPU lanes and a smoke run of the benchmarks
+	@begin=$$(date +%s); for lane in $(LANES); do \
+	    printf '\n== %s ==\n' $$lane; \
+	    $(MAKE) --no-print-directory $$lane || { \
+	        printf '\n== FAILED in %s after %d s ==\n' $$lane $$(($$(date +%s) - begin)); exit 1; \
+	    }; \
+	done; printf '\n== passed in %d s: %s ==\n' $$(($$(date +%s) - begin)) '$(LANES)'
+
+test-cpu: $(READY) ## references, gradients, compile budgets, memory and launch counts
+	@$(COMPILED) $(PYTEST) tests -n $(JOBS) -m "not gpu"
+
+test-interpret: $(READY) ## the kernels under Triton's interpreter
+	@$(INTERPRETED) $(PYTEST) tests/kernels -n $(JOBS) -m "not gpu"
+
+# One process: the checker replaces the launcher in the process that started it, not in workers.
+test-sanitize: $(READY) ## the compiled kernels under ttsem: bounds, races, uninitialised memory
+	@if $(PY) -c 'import ttsem.sanitize' 2>/dev/null; then \
+	    $(COMPILED) $(PY) -m ttsem.sanitize pytest tests/kernels -m "not gpu and not host_only"; \
+	else \
+	    echo "test-sanitize: skipped, ttsem is not installed"; \
+	fi
+
+test-gpu: $(READY) ## the tests that need a CUDA device (PY=python: with your own environment)
+	@$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
+	    echo "test-gpu: $(PY) finds no torch with a CUDA device. Run it on a GPU machine," \
+	        "or name the Python that has one: make test-gpu PY=python" >&2; exit 1; \
+	}
+	@$(COMPILED) $(PYTEST) tests -m gpu -o addopts=-ra
+
+bench: $(READY) ## measure the operators on this machine
+	@$(COMPILED) $(PY) -m bench.run
+
+bench-smoke: $(READY)
+	@$(COMPILED) $(PYTEST) bench --benchmark-disable
+
+kernel-report: $(READY) ## registers, spills and memory instructions of every kernel, compiled without a GPU
+	@$(COMPILED) $(PY) -m bench.kernel_report
+
+lint: $(READY) ## ruff, mypy, import-linter and codespell
+	@$(PY) -m ruff check --quiet
+	@$(PY) -m ruff format --check --quiet
+	@$(PY) -m mypy
+	@$(PY) -c 'from importlinter.cli import lint_imports_command as run; run(["--no-logo"])'
+	@$(PY) -m codespell_lib
+
+format: $(READY) ## rewrite the Python files in the project's format
+	@$(PY) -m ruff check --fix-only --quiet
+	@$(PY) -m ruff format --quiet
+
+clean: ## remove .venv, caches and build outputs
+	@rm -rf $(VENV) build dist *.egg-info .benchmarks .hypothesis .import_linter_cache .mypy_cache \
+	    .pytest_cache .ruff_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

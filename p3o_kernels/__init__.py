@@ -1,0 +1,24 @@
+"""Fused kernels for P3O, arXiv 2605.12380: the effective sample size as cap and as pull-back strength.
+
+``p3o_loss`` is the drop-in loss from log-probabilities; ``ratio_stats`` and ``RatioStats`` give a
+frozen ``ESSContext`` over micro-batches and ranks; ``reference`` is the same in plain PyTorch.
+"""
+
+from p3o_kernels import reference
+from p3o_kernels.ess import ESSContext, RatioStats, ratio_stats
+from p3o_kernels.kl import exact_kl
+from p3o_kernels.loss import P3OOutput, p3o_loss
+from p3o_kernels.metrics import P3OMetrics
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ESSContext",
+    "P3OMetrics",
+    "P3OOutput",
+    "RatioStats",
+    "exact_kl",
+    "p3o_loss",
+    "ratio_stats",
+    "reference",
+]

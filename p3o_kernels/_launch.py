@@ -1,0 +1,210 @@
+"""Launches of kernel K2, and the list of every variant that can be launched.
+
+All inputs are contiguous, 16-byte aligned [T] float32 (mask: bool) on one device; ``_ops`` makes
+them so. Absent tensors are replaced by a view of another one with the right type, so that presence
+costs no extra variant; the kernels never read them.
+"""
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from p3o_kernels import _finish_kernels as finish
+from p3o_kernels import _token_kernels as token
+from p3o_kernels._inputs import LossOptions, TokenInputs, TokenLoss
+from p3o_kernels._math_kernels import BLOCK, COLUMNS, MAX_PROGRAMS
+from p3o_kernels._summary import KL_MODES, SUMMARY_SIZE
+
+THREADS = 1024  # also what makes the compiler stay within 64 registers
+SCALE_BLOCK, SCALE_THREADS = 1024, 256
+FINISH_THREADS = 256
+COLUMNS_LEAN, COLUMNS_GENERAL = 11, 14  # partial sums that the two forms of the loss kernel write
+
+
+def warps(threads: int, warp_size: int) -> int:
+    return threads // warp_size
+
+
+def _warp_size() -> int:
+    return 64 if torch.version.hip else 32
+
+
+def _run(kernel: Any, programs: int, threads: int, arguments: dict[str, Any], **constexprs: int | bool) -> None:
+    device = next(value for value in arguments.values() if isinstance(value, Tensor)).device
+    guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with guard:
+        kernel[(programs,)](**arguments, **constexprs, num_warps=warps(threads, _warp_size()), num_stages=1)
+
+
+def _bytes(mask: Tensor | None, like: Tensor) -> Tensor:
+    return (like if mask is None else mask).view(torch.uint8)
+
+
+def _programs(num_tokens: int) -> int:
+    return min(max(-(-num_tokens // BLOCK), 1), MAX_PROGRAMS)
+
+
+def _ratio_partials(log_probs: Tensor, behavior_log_probs: Tensor, mask: Tensor | None) -> Tensor:
+    programs = _programs(log_probs.numel())
+    partials = log_probs.new_empty((programs, 4), dtype=torch.float64)
+    arguments = {
+        "log_probs_ptr": log_probs,
+        "behavior_ptr": behavior_log_probs,
+        "mask_ptr": _bytes(mask, log_probs),
+        "partials_ptr": partials,
+        "num_tokens": log_probs.numel(),
+    }
+    _run(token.ratio_sums_kernel, programs, THREADS, arguments, HAS_MASK=mask is not None, BLOCK=BLOCK)
+    return partials
+
+
+def ratio_sums(log_probs: Tensor, behavior_log_probs: Tensor, mask: Tensor | None) -> Tensor:
+    """[S1, S2, N, invalid]: 2 launches."""
+    partials = _ratio_partials(log_probs, behavior_log_probs, mask)
+    sums = partials.new_empty(4)
+    arguments = {"partials_ptr": partials, "out_ptr": sums, "num_partials": partials.shape[0]}
+    _run(finish.finish_ratio_kernel, 1, FINISH_THREADS, arguments, MAX_PROGRAMS=MAX_PROGRAMS)
+    return sums
+
+
+def context(sums: Tensor) -> Tensor:
+    """[e, N, mean of rho, standard deviation of rho] from [S1, S2, N, invalid]: 1 launch."""
+    out = sums.new_empty(4)
+    _run(finish.context_kernel, 1, 32, {"sums_ptr": sums, "out_ptr": out})
+    return out
+
+
+def token_loss(inputs: TokenInputs, options: LossOptions) -> TokenLoss:
+    """2 launches with e given, else 3."""
+    log_probs = inputs.log_probs
+    programs = _programs(log_probs.numel())
+    partials = log_probs.new_empty((programs, COLUMNS), dtype=torch.float64)
+    token_grad = torch.empty_like(log_probs)
+    loss = torch.empty_like(log_probs) if options.reduction == "none" else log_probs.new_empty(())
+    general = (
+        options.reduction == "none"
+        or options.kl_mode != "proxy_safe"
+        or inputs.reference_log_probs is not None
+        or inputs.entropy is not None
+    )
+    ess, ratio_partials = inputs.ess, partials
+    if ess is None:
+        ess = partials.new_empty(())
+        ratio_partials = _ratio_partials(log_probs, inputs.behavior_log_probs, inputs.mask)
+    outputs = {"ess_ptr": ess, "ratio_partials_ptr": ratio_partials, "grad_ptr": token_grad}
+    outputs |= {"loss_ptr": loss, "partials_ptr": partials}
+    _run(
+        token.token_loss_kernel,
+        programs,
+        THREADS,
+        _loss_arguments(inputs, options) | outputs,
+        HAS_MASK=inputs.mask is not None,
+        PER_SEQUENCE=inputs.cu_seqlens is not None,
+        HAS_CONTEXT=inputs.ess is not None,
+        GENERAL=general,
+        BLOCK=BLOCK,
+        MAX_PROGRAMS=MAX_PROGRAMS,
+        COLUMNS=COLUMNS,
+    )
+    return _finish_loss(
+        inputs, options, partials, ess, token_grad, loss, columns=COLUMNS_GENERAL if general else COLUMNS_LEAN
+    )
+
+
+def _loss_arguments(inputs: TokenInputs, options: LossOptions) -> dict[str, Any]:
+    log_probs = inputs.log_probs
+    return {
+        "log_probs_ptr": log_probs,
+        "behavior_ptr": inputs.behavior_log_probs,
+        "advantages_ptr": inputs.advantages,
+        "mask_ptr": _bytes(inputs.mask, log_probs),
+        "cu_seqlens_ptr": log_probs.view(torch.int32) if inputs.cu_seqlens is None else inputs.cu_seqlens,
+        "reference_ptr": log_probs if inputs.reference_log_probs is None else inputs.reference_log_probs,
+        "entropy_ptr": log_probs if inputs.entropy is None else inputs.entropy,
+        "num_tokens": log_probs.numel(),
+        "num_sequences": inputs.advantages.numel(),
+        "num_partials": _programs(log_probs.numel()),
+        "kl_mode": KL_MODES.index(options.kl_mode),
+        "log_clip_low": options.log_clip_bounds()[0],
+        "log_clip_high": options.log_clip_bounds()[1],
+        "entropy_coef": options.entropy_coef,
+        "reference_coef": options.reference_coef,
+        "has_entropy": int(inputs.entropy is not None),
+        "write_loss": int(options.reduction == "none"),
+    }
+
+
+def _finish_loss(
+    inputs: TokenInputs,
+    options: LossOptions,
+    partials: Tensor,
+    ess: Tensor,
+    token_grad: Tensor,
+    loss: Tensor,
+    columns: int,
+) -> TokenLoss:
+    if options.reduction != "mean":
+        divide = finish.DIVIDE_NONE if options.reduction == "none" else finish.DIVIDE_ONE
+    elif inputs.divisor is not None:
+        divide = finish.DIVIDE_TENSOR
+    else:
+        divide = finish.DIVIDE_INTEGER if options.num_tokens else finish.DIVIDE_COUNT
+    summary = partials.new_empty(SUMMARY_SIZE)
+    scale = partials.new_empty(())
+    count = partials.new_empty((), dtype=torch.int64)
+    arguments = {
+        "partials_ptr": partials,
+        "ess_ptr": ess,
+        "num_tokens_ptr": ess if inputs.divisor is None else inputs.divisor,
+        "summary_ptr": summary,
+        "loss_ptr": loss,
+        "scale_ptr": scale,
+        "count_ptr": count,
+        "num_partials": partials.shape[0],
+        "columns": columns,
+        "divide": divide.value,
+        "num_tokens": options.num_tokens,
+        "entropy_coef": options.entropy_coef,
+        "reference_coef": options.reference_coef,
+    }
+    _run(finish.finish_loss_kernel, 1, FINISH_THREADS, arguments, MAX_PROGRAMS=MAX_PROGRAMS, COLUMNS=COLUMNS)
+    return TokenLoss(loss, token_grad, scale, summary, count)
+
+
+def scale_grad(
+    token_grad: Tensor,
+    scale: Tensor,
+    grad_output: Tensor,
+    mask: Tensor | None,
+    entropy_coef: float,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of log_probs and of entropy ([0] when it has none): 1 launch.
+
+    ``grad_output`` is [] or contiguous [T] float32.
+    """
+    log_probs_grad = torch.empty_like(token_grad)
+    entropy_grad = torch.empty_like(token_grad) if with_entropy else token_grad.new_empty(0)
+    arguments = {
+        "token_grad_ptr": token_grad,
+        "mask_ptr": _bytes(mask, token_grad),
+        "scale_ptr": scale,
+        "grad_output_ptr": grad_output,
+        "log_probs_grad_ptr": log_probs_grad,
+        "entropy_grad_ptr": entropy_grad if with_entropy else log_probs_grad,
+        "num_tokens": token_grad.numel(),
+        "entropy_coef": entropy_coef,
+    }
+    _run(
+        token.scale_grad_kernel,
+        max(-(-token_grad.numel() // SCALE_BLOCK), 1),
+        SCALE_THREADS,
+        arguments,
+        PER_TOKEN=grad_output.dim() > 0,
+        HAS_ENTROPY=with_entropy,
+        HAS_MASK=mask is not None and with_entropy,
+        BLOCK=SCALE_BLOCK,
+    )
+    return log_probs_grad, entropy_grad
