@@ -1,17 +1,23 @@
 """A task small enough for a CPU: reverse a string of five digits, learned by reinforcement learning only.
 
 The file holds everything around the loss that a training framework would otherwise provide: a causal
-transformer, the sampler that records the behavior log-probs, the verifier that scores an answer, the
-group-relative advantages, and the two baseline losses the quickstart compares P3O with.
+transformer, the sampler that records the behavior log-probs, the verifier that scores an answer and the
+group-relative advantages. The losses the quickstart compares come last.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from p3o_kernels import p3o_loss, ratio_stats
+
+METHODS = {"p3o": "P3O", "grpo": "GRPO, clip 0.2", "pg": "policy gradient"}
+CLIP = 0.2
 
 DIGITS = 5
 SEPARATOR = 10
@@ -69,9 +75,9 @@ class Rollout:
 
 
 def make_prompts(count: int, generator: torch.Generator) -> Tensor:
-    """Draw ``count`` random digit strings, each followed by the separator."""
+    """Draw ``count`` random digit strings, add the separator and repeat each prompt for its group of answers."""
     digits = torch.randint(0, 10, (count, DIGITS), generator=generator)
-    return F.pad(digits, (0, 1), value=SEPARATOR)
+    return F.pad(digits, (0, 1), value=SEPARATOR).repeat_interleave(GROUP_SIZE, dim=0)
 
 
 def verify(prompts: Tensor, answers: Tensor) -> Tensor:
@@ -104,7 +110,7 @@ def group_advantages(rewards: Tensor) -> Tensor:
     return centered / (rewards.std(dim=1, keepdim=True) + 1e-6)
 
 
-def grpo_loss(log_probs: Tensor, behavior_log_probs: Tensor, advantages: Tensor, clip: float = 0.2) -> Tensor:
+def grpo_loss(log_probs: Tensor, behavior_log_probs: Tensor, advantages: Tensor, clip: float = CLIP) -> Tensor:
     """Token mean of the clipped surrogate ``-min(r * A, clip(r, 1 - clip, 1 + clip) * A)``."""
     ratio = (log_probs - behavior_log_probs).exp()
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages).mean()
@@ -113,3 +119,27 @@ def grpo_loss(log_probs: Tensor, behavior_log_probs: Tensor, advantages: Tensor,
 def policy_gradient_loss(log_probs: Tensor, advantages: Tensor) -> Tensor:
     """Token mean of ``-log_prob * A``: plain policy gradient, which ignores who sampled the token."""
     return -(log_probs * advantages).mean()
+
+
+def loss_and_stats(
+    method: str, log_probs: Tensor, behavior_log_probs: Tensor, advantages: Tensor
+) -> tuple[Tensor, dict[str, float]]:
+    """Return the loss of ``method`` over packed answer tokens, and the ratio statistics of the same tokens.
+
+    Log-probs are ``[B * DIGITS]``, advantages ``[B]``. The cap is the largest weight that the method gives to a
+    token with a positive advantage; plain policy gradient has no ratio, hence no cap (NaN).
+    """
+    if method == "p3o":
+        offsets = torch.arange(0, log_probs.numel() + 1, DIGITS, dtype=torch.int32)
+        output = p3o_loss(log_probs, behavior_log_probs, advantages, cu_seqlens=offsets)
+        loss, context, cap = output.loss, output.context, output.context.cap.item()
+    else:
+        # Not validated: nothing keeps the baselines near the behavior policy, so their ratios may overflow.
+        context = ratio_stats(log_probs, behavior_log_probs).to_context(validate=False)
+        per_token = advantages.repeat_interleave(DIGITS)
+        if method == "grpo":
+            loss, cap = grpo_loss(log_probs, behavior_log_probs, per_token), 1 + CLIP
+        else:
+            loss, cap = policy_gradient_loss(log_probs, per_token), math.nan
+    ess, ratio_mean = context.ess.item(), context.ratio_mean.item()
+    return loss, {"ess": ess, "cap": cap, "ratio_mean": ratio_mean, "loss": loss.item()}

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from p3o_kernels import _analytic
+from p3o_kernels import _eager_terms, _scalars
 from p3o_kernels._inputs import LossOptions, TokenInputs, TokenLoss
 
 CPU_CHUNK = 65536
@@ -27,7 +27,7 @@ def _part(tensor: Tensor | None, chunk: slice) -> Tensor | None:
     return None if tensor is None else tensor[chunk]
 
 
-def _advantages(inputs: TokenInputs, chunk: slice) -> Tensor:
+def token_advantages(inputs: TokenInputs, chunk: slice) -> Tensor:
     if inputs.cu_seqlens is None:
         return inputs.advantages[chunk]
     token = torch.arange(chunk.start, chunk.stop, dtype=torch.int32, device=inputs.cu_seqlens.device)
@@ -39,17 +39,17 @@ def _advantages(inputs: TokenInputs, chunk: slice) -> Tensor:
 
 def ratio_sums(log_probs: Tensor, behavior_log_probs: Tensor, mask: Tensor | None) -> Tensor:
     parts = [
-        _analytic.ratio_sums(log_probs[chunk], behavior_log_probs[chunk], _part(mask, chunk))
+        _eager_terms.ratio_sums(log_probs[chunk], behavior_log_probs[chunk], _part(mask, chunk))
         for chunk in _chunks(log_probs)
     ]
-    return _analytic.mark_overflow(torch.stack(parts).sum(0))
+    return _scalars.mark_overflow(torch.stack(parts).sum(0))
 
 
 def token_loss(inputs: TokenInputs, options: LossOptions) -> TokenLoss:
     log_probs = inputs.log_probs
     ess = inputs.ess
     if ess is None:
-        ess = _analytic.context(ratio_sums(log_probs, inputs.behavior_log_probs, inputs.mask))[0]
+        ess = _scalars.context(ratio_sums(log_probs, inputs.behavior_log_probs, inputs.mask))[0]
     token_grad = torch.empty_like(log_probs)
     token_values = torch.empty_like(log_probs) if options.reduction == "none" else log_probs.new_empty(0)
     parts = []
@@ -58,16 +58,16 @@ def token_loss(inputs: TokenInputs, options: LossOptions) -> TokenLoss:
             inputs,
             log_probs=log_probs[chunk],
             behavior_log_probs=inputs.behavior_log_probs[chunk],
-            advantages=_advantages(inputs, chunk),
+            advantages=token_advantages(inputs, chunk),
             mask=_part(inputs.mask, chunk),
             reference_log_probs=_part(inputs.reference_log_probs, chunk),
             entropy=_part(inputs.entropy, chunk),
         )
-        token_grad[chunk], values, sums = _analytic.token_terms(part, options, ess)
+        token_grad[chunk], values, sums = _eager_terms.token_terms(part, options, ess)
         if options.reduction == "none":
             token_values[chunk] = values
         parts.append(sums)
     sums = torch.stack(parts)
     sums = torch.cat([sums[:, :-1].sum(0), sums[:, -1].amax()[None]])
-    loss, scale, summary, count = _analytic.finish(inputs, options, sums, ess)
+    loss, scale, summary, count = _scalars.finish(inputs, options, sums, ess)
     return TokenLoss(token_values if options.reduction == "none" else loss, token_grad, scale, summary, count)

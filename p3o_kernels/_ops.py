@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from p3o_kernels import _analytic, _compiled, _eager
+from p3o_kernels import _compiled, _eager, _scalars
 from p3o_kernels._inputs import LossOptions, TokenInputs
 from p3o_kernels._summary import CONTEXT_FIELDS, SUMMARY_SIZE
 
@@ -47,7 +47,7 @@ def context(sums: Tensor, backend: str) -> Tensor:
         from p3o_kernels import _launch
 
         return _launch.context(_dense(sums))
-    return _analytic.context(sums)
+    return _scalars.context(sums)
 
 
 @context.register_fake

@@ -30,6 +30,8 @@ SUMMARY_SIZE = NUM_METRICS + len(CONTEXT_FIELDS)
 EPSILON = 1e-8  # e = S1^2 / (N (S2 + EPSILON))
 EXPONENT_LIMIT = 10.0  # K clamps its exponent to +-EXPONENT_LIMIT
 EXP_LIMIT = 22026.465794806718  # exp(EXPONENT_LIMIT)
+# rho^2 is a positive finite float64 for l between these (exclusive)
+LOG_RATIO_MIN, LOG_RATIO_MAX = -372.566, 354.891
 
 KL_MODES = ("proxy", "proxy_safe", "importance")  # the index is what kernels see
 REDUCTIONS = ("none", "sum", "mean")

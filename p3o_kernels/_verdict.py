@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from p3o_kernels._analytic import LOG_RATIO_MAX, LOG_RATIO_MIN
-from p3o_kernels._summary import SUMMARY_SIZE
+from p3o_kernels._summary import LOG_RATIO_MAX, LOG_RATIO_MIN, SUMMARY_SIZE
 
 _RULE = f"a log-ratio must be finite and in ({LOG_RATIO_MIN - 0.004:.2f}, {LOG_RATIO_MAX - 0.001:.2f})"
 

@@ -1,0 +1,157 @@
+"""Every variant of every kernel that ``_launch`` can launch: what a compiler needs to build it without a GPU.
+
+Nothing here runs in a training step. Compile budgets and the kernel report read the list, and a test records
+launches and compares. Integers are never specialised, so one variant serves every T.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from p3o_kernels import _launch
+from p3o_kernels._math_kernels import BLOCK, COLUMNS, MAX_PROGRAMS
+
+_ARGUMENTS = {
+    "*fp32": "log_probs_ptr behavior_ptr advantages_ptr reference_ptr entropy_ptr grad_ptr loss_ptr token_grad_ptr "
+    "grad_output_ptr log_probs_grad_ptr entropy_grad_ptr",
+    "*fp64": "partials_ptr out_ptr sums_ptr ess_ptr ratio_partials_ptr num_tokens_ptr summary_ptr scale_ptr",
+    "*u8": "mask_ptr",
+    "*i32": "cu_seqlens_ptr",
+    "*i64": "count_ptr",
+    "i64": "num_tokens",
+    "i32": "num_sequences num_partials kl_mode has_entropy write_loss columns divide",
+    "fp32": "log_clip_low log_clip_high entropy_coef reference_coef",
+}
+_TYPES = {name: kind for kind, names in _ARGUMENTS.items() for name in names.split()}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One kernel with one choice of its constexprs."""
+
+    role: str
+    """Which budget it falls under."""
+    name: str
+    module: str
+    function: str
+    signature: Mapping[str, str]
+    """Type of each argument, in order."""
+    constexprs: Mapping[str, int | bool]
+    threads: int
+    reads: tuple[str, ...] = ()
+    """The [T] arguments that it reads; like ``writes``, none in a launch that sees partial sums only."""
+    writes: tuple[str, ...] = ()
+    """The [T] arguments that it writes."""
+    block: int = 0
+    """Tokens of one program in one step; 0 where ``reads`` is empty."""
+    num_stages: int = 1
+    dtype: str = "float32"
+    """Of the token tensors."""
+
+    @property
+    def divisible_by_16(self) -> list[str]:
+        """Pointers whose address is: all, because ``_ops`` copies what is not and allocations are."""
+        return [name for name, kind in self.signature.items() if kind.startswith("*")]
+
+    def launch(self, arch: int | str) -> dict[str, Any]:
+        """What is launched on ``arch`` (80, 90, 100 or "gfx942"), as plain values."""
+        return {
+            "role": self.role,
+            "variant": self.name,
+            "module": self.module,
+            "function": self.function,
+            "signature": dict(self.signature),
+            "constexprs": dict(self.constexprs),
+            "divisible_by_16": self.divisible_by_16,
+            "num_warps": _launch.warps(self.threads, 64 if isinstance(arch, str) else 32),
+            "num_stages": self.num_stages,
+            "arch": arch,
+            "dtype": self.dtype,
+            "reads": list(self.reads),
+            "writes": list(self.writes),
+            "block": self.block,
+        }
+
+
+def _variant(
+    function: str,
+    arguments: str,
+    threads: int,
+    constexprs: Mapping[str, int | bool],
+    *,
+    module: str = "_token_kernels",
+    reads: tuple[str, ...] = (),
+    writes: tuple[str, ...] = (),
+) -> Variant:
+    flags = ", ".join(name.lower() for name, value in constexprs.items() if value is True)
+    return Variant(
+        role="K2",
+        name=function.removesuffix("_kernel") + (f" {flags}" if flags else ""),
+        module=f"p3o_kernels.{module}",
+        function=function,
+        signature={name: _TYPES[name] for name in arguments.split()} | dict.fromkeys(constexprs, "constexpr"),
+        constexprs=constexprs,
+        threads=threads,
+        reads=reads,
+        writes=writes,
+        block=constexprs.get("BLOCK", 0),
+    )
+
+
+def _choices(*names: str) -> Iterator[dict[str, int | bool]]:
+    for values in itertools.product((False, True), repeat=len(names)):
+        yield dict(zip(names, values, strict=True))
+
+
+def _ratio_sums() -> Iterator[Variant]:
+    arguments = "log_probs_ptr behavior_ptr mask_ptr partials_ptr num_tokens"
+    for flags in _choices("HAS_MASK"):
+        reads = ("log_probs_ptr", "behavior_ptr") + ("mask_ptr",) * flags["HAS_MASK"]
+        constexprs = flags | {"BLOCK": BLOCK}
+        yield _variant("ratio_sums_kernel", arguments, _launch.THREADS, constexprs, reads=reads)
+
+
+def _token_loss() -> Iterator[Variant]:
+    arguments = (
+        "log_probs_ptr behavior_ptr advantages_ptr mask_ptr cu_seqlens_ptr reference_ptr entropy_ptr ess_ptr "
+        "ratio_partials_ptr grad_ptr loss_ptr partials_ptr num_tokens num_sequences num_partials kl_mode log_clip_low "
+        "log_clip_high entropy_coef reference_coef has_entropy write_loss"
+    )
+    for flags in _choices("HAS_MASK", "PER_SEQUENCE", "HAS_CONTEXT", "GENERAL"):
+        reads = ("log_probs_ptr", "behavior_ptr") + ("mask_ptr",) * flags["HAS_MASK"]
+        reads += () if flags["PER_SEQUENCE"] else ("advantages_ptr",)
+        reads += ("reference_ptr", "entropy_ptr") if flags["GENERAL"] else ()
+        writes = ("grad_ptr", "loss_ptr") if flags["GENERAL"] else ("grad_ptr",)
+        constexprs = flags | {"BLOCK": BLOCK, "MAX_PROGRAMS": MAX_PROGRAMS, "COLUMNS": COLUMNS}
+        yield _variant("token_loss_kernel", arguments, _launch.THREADS, constexprs, reads=reads, writes=writes)
+
+
+def _scale_grad() -> Iterator[Variant]:
+    arguments = (
+        "token_grad_ptr mask_ptr scale_ptr grad_output_ptr log_probs_grad_ptr entropy_grad_ptr num_tokens entropy_coef"
+    )
+    for flags in _choices("PER_TOKEN", "HAS_ENTROPY", "HAS_MASK"):
+        if flags["HAS_MASK"] and not flags["HAS_ENTROPY"]:
+            continue  # the gradient of a masked token is 0 already
+        reads = ("token_grad_ptr",) + ("grad_output_ptr",) * flags["PER_TOKEN"] + ("mask_ptr",) * flags["HAS_MASK"]
+        writes = ("log_probs_grad_ptr",) + ("entropy_grad_ptr",) * flags["HAS_ENTROPY"]
+        constexprs = flags | {"BLOCK": _launch.SCALE_BLOCK}
+        yield _variant("scale_grad_kernel", arguments, _launch.SCALE_THREADS, constexprs, reads=reads, writes=writes)
+
+
+def _finish() -> Iterator[Variant]:
+    arguments = "partials_ptr out_ptr num_partials"
+    constexprs: dict[str, int | bool] = {"MAX_PROGRAMS": MAX_PROGRAMS}
+    threads = _launch.FINISH_THREADS
+    yield _variant("finish_ratio_kernel", arguments, threads, constexprs, module="_finish_kernels")
+    yield _variant("context_kernel", "sums_ptr out_ptr", 32, {}, module="_finish_kernels")
+    arguments = (
+        "partials_ptr ess_ptr num_tokens_ptr summary_ptr loss_ptr scale_ptr count_ptr num_partials columns divide "
+        "num_tokens entropy_coef reference_coef"
+    )
+    constexprs = constexprs | {"COLUMNS": COLUMNS}
+    yield _variant("finish_loss_kernel", arguments, threads, constexprs, module="_finish_kernels")
+
+
+VARIANTS: tuple[Variant, ...] = (*_ratio_sums(), *_token_loss(), *_scale_grad(), *_finish())
