@@ -30,7 +30,8 @@ def synchronized_clock() -> float:
 def device_name() -> str:
     if DEVICE == "cuda":
         return torch.cuda.get_device_name()
-    return f"{torch.get_num_threads()} CPU threads"
+    threads = torch.get_num_threads()
+    return f"{threads} CPU thread{'s' * (threads > 1)}"
 
 
 def sizes(config: pytest.Config) -> list[int]:

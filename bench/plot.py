@@ -9,7 +9,7 @@ import matplotlib
 matplotlib.use("Agg")  # writes files, needs no display
 
 from matplotlib import pyplot
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, NullLocator
 
 PANELS = {"micro_batch": "ESS of the micro-batch", "given_context": "ESS given"}
 STYLES = {"feynrl_style": "s--", "eager": "o-", "compiled": "^-", "triton": "D-"}
@@ -38,8 +38,8 @@ def draw(points: Sequence[Any], title: str, path: Path) -> None:
                 axis.plot(*zip(*line, strict=True), style, label=provider)
         axis.set(title=heading, xlabel="T (tokens)", xscale="log", yscale="log")
         ticks = sorted({point.tokens for point in points})
-        axis.set_xticks(ticks, [short(tick / 1.024) if tick < 1 << 20 else f"{tick >> 20}M" for tick in ticks])
-        axis.minorticks_off()
+        axis.set_xticks(ticks, [f"{tick >> 20}M" if tick >> 20 else f"{tick >> 10}k" for tick in ticks])
+        axis.xaxis.set_minor_locator(NullLocator())
         axis.yaxis.set_major_formatter(FuncFormatter(short))
         axis.grid(True, which="both", alpha=0.3)
     axes[0].set_ylabel("tokens per second")

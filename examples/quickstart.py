@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import os
 import statistics
 import sys
 import time
@@ -19,6 +20,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read by torch at import; spinning threads stall on busy cores
 
 import matplotlib
 import torch

@@ -137,6 +137,16 @@ def _compile(function: Callable[..., _T]) -> Callable[..., _T]:
     return torch.compile(function, dynamic=True, fullgraph=True, options=_OPTIONS)
 
 
+@functools.cache
+def _compile_scalars(function: Callable[..., _T]) -> Callable[..., _T]:
+    """A graph of its own: recomputing intermediates would blow up these long chains of single numbers."""
+    return torch.compile(function, dynamic=True, fullgraph=True)
+
+
+def _ess(sums: Tensor) -> Tensor:
+    return _scalars.context(_scalars.mark_overflow(sums))[0]
+
+
 def token_loss(inputs: TokenInputs, options: LossOptions) -> TokenLoss:
     if inputs.log_probs.numel() < 2:  # 0 and 1 would each be a compilation of their own
         return _eager.token_loss(inputs, options)
@@ -145,8 +155,8 @@ def token_loss(inputs: TokenInputs, options: LossOptions) -> TokenLoss:
     inputs, ess = replace(inputs, mask=mask), inputs.ess
     if ess is None:
         sums = _compile(_ratio_sums)(inputs.log_probs, inputs.behavior_log_probs, inputs.mask)
-        ess = _scalars.context(_scalars.mark_overflow(sums))[0]
+        ess = _compile_scalars(_ess)(sums)
     advantages = _eager.token_advantages(inputs, slice(0, inputs.log_probs.numel()))
     token_grad, token_values, sums = _compile(_token_terms)(inputs, options, advantages, ess)
-    loss, scale, summary, count = _scalars.finish(inputs, options, sums, ess)
+    loss, scale, summary, count = _compile_scalars(_scalars.finish)(inputs.divisor, options, sums, ess)
     return TokenLoss(token_values if options.reduction == "none" else loss, token_grad, scale, summary, count)

@@ -12,7 +12,7 @@ from torch import Tensor
 from p3o_kernels import _eager_terms, _scalars
 from p3o_kernels._inputs import LossOptions, TokenInputs, TokenLoss
 
-CPU_CHUNK = 65536
+CPU_CHUNK = 32768
 CUDA_CHUNK = 1 << 22  # few launches matter more there than a small working set
 
 
@@ -69,5 +69,5 @@ def token_loss(inputs: TokenInputs, options: LossOptions) -> TokenLoss:
         parts.append(sums)
     sums = torch.stack(parts)
     sums = torch.cat([sums[:, :-1].sum(0), sums[:, -1].amax()[None]])
-    loss, scale, summary, count = _scalars.finish(inputs, options, sums, ess)
+    loss, scale, summary, count = _scalars.finish(inputs.divisor, options, sums, ess)
     return TokenLoss(token_values if options.reduction == "none" else loss, token_grad, scale, summary, count)

@@ -3,10 +3,12 @@
 Equations (1)-(5) as in ``_math_kernels`` and ``_token_kernels``, with the same precision: l is
 float32, rho and the sums float64, the rest float32. No autograd graph is built.
 
-Conditions are int32 words, -1 for true and 0 for false, not bools: on a CPU a comparison, a
-``where`` and a sum of bools cost three to ten times an arithmetic pass each. ``x & word`` keeps or
-clears a float whatever it holds, NaN included.
+Conditions are float32 0 or 1, written by the comparison itself, and int32 words 0 or -1: on a CPU a
+bool costs three to ten times an arithmetic pass wherever it is made, selected with or summed.
+``x & word`` keeps or clears a float whatever it holds, NaN included.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -14,8 +16,18 @@ from torch import Tensor
 from p3o_kernels._inputs import LossOptions, TokenInputs
 from p3o_kernels._summary import EXP_LIMIT, EXPONENT_LIMIT, LOG_RATIO_MAX, LOG_RATIO_MIN
 
-_LARGEST = torch.finfo(torch.float32).max
-_INF = float("inf")
+
+def _below(values: Tensor, bound: float | Tensor) -> Tensor:
+    """1 where ``values`` < ``bound``, else 0, in the dtype of ``values``; NaN gives 0."""
+    return torch.lt(values, bound, out=torch.empty_like(values))
+
+
+def _above(values: Tensor, bound: float | Tensor) -> Tensor:
+    return torch.gt(values, bound, out=torch.empty_like(values))
+
+
+def _words(condition: Tensor) -> Tensor:
+    return condition.to(torch.int32).neg_()
 
 
 def _keep(values: Tensor, words: Tensor) -> Tensor:
@@ -23,44 +35,30 @@ def _keep(values: Tensor, words: Tensor) -> Tensor:
     return (values.view(torch.int32) & words).view(torch.float32)
 
 
-def _negative(values: Tensor) -> Tensor:
-    """Words: -1 where float32 ``values`` are negative, taken from the sign bit. NaN must be gone."""
-    return values.view(torch.int32) >> 31
-
-
-def _finite(values: Tensor) -> Tensor:
-    """Words: -1 where float32 ``values`` are finite."""
-    return _negative(values.nan_to_num(_INF, _INF, -_INF).abs() - _LARGEST)
-
-
-def _valid_words(mask: Tensor | None, like: Tensor) -> Tensor:
-    if mask is None:
-        return torch.full_like(like, -1, dtype=torch.int32)
-    return mask.view(torch.uint8).to(torch.int32).neg()
-
-
-def _count(words: Tensor) -> Tensor:
-    return words.sum(dtype=torch.int64).neg()
+def _valid(mask: Tensor | None, like: Tensor) -> Tensor:
+    return torch.ones_like(like) if mask is None else mask.view(torch.uint8).float()
 
 
 def _log_ratio(log_probs: Tensor, behavior_log_probs: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """l, 0 where it must not be used, and words: rho^2 is a positive finite float64 on a valid token."""
-    log_ratio = _keep(log_probs - behavior_log_probs, valid).nan_to_num(_INF, _INF, -_INF)
-    usable = _negative(log_ratio - LOG_RATIO_MAX) & _negative(LOG_RATIO_MIN - log_ratio) & valid
-    return _keep(log_ratio, usable), usable
+    """l, and 1 where the token is valid and rho^2 a positive finite float64; elsewhere l may be anything."""
+    log_ratio = log_probs - behavior_log_probs
+    usable = _below(log_ratio, LOG_RATIO_MAX).mul_(_above(log_ratio, LOG_RATIO_MIN)).mul_(valid)
+    return log_ratio, usable
 
 
-def _keep_wide(values: Tensor, words: Tensor) -> Tensor:
-    return (values.view(torch.int64) & words.to(torch.int64)).view(torch.float64)
+def _ratio(log_ratio: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(l) in float64 for an l that is 0 where it is not usable, and the same with exact zeros there."""
+    raw = log_ratio.double().exp_()
+    return raw, raw * usable
 
 
 def ratio_sums(log_probs: Tensor, behavior_log_probs: Tensor, mask: Tensor | None) -> Tensor:
     """[S1, S2, N, invalid] float64."""
-    valid = _valid_words(mask, log_probs)
+    valid = _valid(mask, log_probs)
     log_ratio, usable = _log_ratio(log_probs, behavior_log_probs, valid)
-    ratio = _keep_wide(log_ratio.double().exp_(), usable)
-    count = _count(valid)
-    return torch.stack([ratio.sum(), ratio.square().sum(), count.double(), (count - _count(usable)).double()])
+    _, ratio = _ratio(_keep(log_ratio, _words(usable)), usable)
+    count = _sum(valid)
+    return torch.stack([ratio.sum(), torch.dot(ratio, ratio), count, count - _sum(usable)])
 
 
 def _k3(log_ratio: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,13 +79,13 @@ def _behavior_kl(log_ratio: Tensor, ratio: Tensor, kl_mode: str) -> tuple[Tensor
 
 
 def _finite_terms(inputs: TokenInputs, usable: Tensor) -> Tensor:
-    usable = usable & _finite(inputs.advantages)
+    usable = usable * _below(inputs.advantages.abs(), math.inf)
     if inputs.reference_log_probs is not None:
-        usable = usable & _finite(inputs.log_probs - inputs.reference_log_probs)
-    return usable if inputs.entropy is None else usable & _finite(inputs.entropy)
+        usable *= _below((inputs.log_probs - inputs.reference_log_probs).abs_(), math.inf)
+    return usable if inputs.entropy is None else usable.mul_(_below(inputs.entropy.abs(), math.inf))
 
 
-def _wide_sum(values: Tensor) -> Tensor:
+def _sum(values: Tensor) -> Tensor:
     return values.sum(dtype=torch.float64)
 
 
@@ -96,47 +94,48 @@ def token_terms(inputs: TokenInputs, options: LossOptions, ess: Tensor) -> tuple
 
     Tokens that are not usable get l = lp = A = 0 and rho = 0: they add an exact 0 to every sum.
     """
-    valid = _valid_words(inputs.mask, inputs.log_probs)
+    valid = _valid(inputs.mask, inputs.log_probs)
     log_ratio, usable = _log_ratio(inputs.log_probs, inputs.behavior_log_probs, valid)
     usable = _finite_terms(inputs, usable)
-    log_ratio = _keep(log_ratio, usable)
-    ratio = log_ratio.double().exp_()
-    kl, kl_slope = _behavior_kl(log_ratio, ratio, options.kl_mode)
-    kl = _keep(kl, usable) if options.kl_mode == "importance" else kl  # rounding: K(0) may be 1e-16, not 0
-    ratio = _keep_wide(ratio, usable)
+    words = _words(usable)
+    log_ratio = _keep(log_ratio, words)
+    raw_ratio, ratio = _ratio(log_ratio, usable)
+    kl, kl_slope = _behavior_kl(log_ratio, raw_ratio, options.kl_mode)
+    kl = kl * usable if options.kl_mode == "importance" else kl  # rounding: K(0) may be 1e-16, not 0
     capped = ratio.clamp_max(ess).float()
     away = (1.0 - ess).float()
-    weight = _keep(inputs.advantages, usable) * capped
-    score = -weight * _keep(inputs.log_probs, usable)
-    grad = away * kl_slope - weight
+    weight = _keep(inputs.advantages, words).mul_(capped)
+    score = _keep(inputs.log_probs, words).mul_(weight).neg_()
+    grad = (away * kl_slope).sub_(weight)
     loss = score + away * kl if options.reduction == "none" else score.new_empty(0)
-    grad, loss, optional_sums = _optional_terms(inputs, options, usable, grad, loss)
-    rejected = valid & ~usable
-    grad = (grad.view(torch.int32) | rejected).view(torch.float32)  # all bits set: NaN
-    loss = (loss.view(torch.int32) | rejected).view(torch.float32) if options.reduction == "none" else loss
+    grad, loss, optional_sums = _optional_terms(inputs, options, words, grad, loss)
+    rejected = valid - usable
+    rejected_words = _words(rejected)
+    grad = (grad.view(torch.int32) | rejected_words).view(torch.float32)  # all bits set: NaN
+    if options.reduction == "none":
+        loss = (loss.view(torch.int32) | rejected_words).view(torch.float32)
     distance = log_ratio.abs()
     low, high = options.log_clip_bounds()
-    clipped = _negative(log_ratio - low) | _negative(high - log_ratio)
-    over = (ess - ratio).view(torch.int64) >> 63
+    clipped = _below(log_ratio, low).add_(_above(log_ratio, high))
     largest = distance.amax() if distance.numel() else distance.new_zeros(())
-    sums = [ratio.sum(), ratio.square().sum(), _count(valid), _count(rejected), _wide_sum(distance), _count(over)]
-    sums += [_count(clipped), _wide_sum(capped), _wide_sum(score), _wide_sum(kl), *optional_sums, largest]
-    return grad, loss, torch.stack([value.double() for value in sums])
+    sums = [ratio.sum(), torch.dot(ratio, ratio), *map(_sum, (valid, rejected, distance, _above(ratio, ess), clipped))]
+    sums += [*map(_sum, (capped, score, kl)), *optional_sums, largest.double()]
+    return grad, loss, torch.stack(sums)
 
 
 def _optional_terms(
-    inputs: TokenInputs, options: LossOptions, usable: Tensor, grad: Tensor, loss: Tensor
+    inputs: TokenInputs, options: LossOptions, words: Tensor, grad: Tensor, loss: Tensor
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The reference and entropy terms; their KL always has the safe gradient."""
-    sums = [grad.new_zeros(()), grad.new_zeros(())]
+    sums = [grad.new_zeros((), dtype=torch.float64)] * 2
     if inputs.reference_log_probs is not None:
-        log_ratio = _keep(inputs.log_probs - inputs.reference_log_probs, usable)
+        log_ratio = _keep(inputs.log_probs - inputs.reference_log_probs, words)
         kl, slope = _k3(log_ratio, log_ratio.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).double().neg_().exp_())
         grad = grad + options.reference_coef * slope
-        sums[0] = _wide_sum(kl)
+        sums[0] = _sum(kl)
         loss = loss + options.reference_coef * kl if options.reduction == "none" else loss
     if inputs.entropy is not None:
-        entropy = _keep(inputs.entropy, usable)
-        sums[1] = _wide_sum(entropy)
+        entropy = _keep(inputs.entropy, words)
+        sums[1] = _sum(entropy)
         loss = loss - options.entropy_coef * entropy if options.reduction == "none" else loss
     return grad, loss, sums

@@ -6,7 +6,7 @@ The counterpart of ``_finish_kernels`` for the backends without Triton; [] and s
 import torch
 from torch import Tensor
 
-from p3o_kernels._inputs import LossOptions, TokenInputs
+from p3o_kernels._inputs import LossOptions
 from p3o_kernels._summary import EPSILON
 
 
@@ -30,7 +30,7 @@ def context(sums: Tensor) -> Tensor:
 
 
 def finish(
-    inputs: TokenInputs, options: LossOptions, sums: Tensor, ess: Tensor
+    divisor: Tensor | None, options: LossOptions, sums: Tensor, ess: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Loss, scale, summary and count from the [13] sums of ``token_terms``, added over chunks."""
     ratio_part = mark_overflow(sums[:4])
@@ -42,17 +42,17 @@ def finish(
     own = [adaptive, total, torch.where(empty, 0.0, ess * count), sums[12], ess]
     moments = context(torch.cat([sums[:3], torch.zeros_like(count)[None]]))[1:]
     summary = torch.cat([ratio_part, sums[4:12], torch.stack(own), moments])
-    divisor = _divisor(inputs, options, count)
-    scale = torch.where(empty, 0.0, 1.0 / torch.where(empty, 1.0, divisor))
+    own_divisor = _divisor(divisor, options, count)
+    scale = torch.where(empty, 0.0, 1.0 / torch.where(empty, 1.0, own_divisor))
     loss = torch.where(empty, 0.0, total * scale).float()
     if options.reduction != "none":
         scale = torch.where(invalid == 0, scale, torch.nan)
     return loss, scale, summary, count.long()
 
 
-def _divisor(inputs: TokenInputs, options: LossOptions, count: Tensor) -> Tensor:
+def _divisor(divisor: Tensor | None, options: LossOptions, count: Tensor) -> Tensor:
     if options.reduction != "mean":
         return torch.ones_like(count)
-    if inputs.divisor is not None:
-        return inputs.divisor
+    if divisor is not None:
+        return divisor
     return torch.full_like(count, options.num_tokens) if options.num_tokens else count

@@ -31,6 +31,7 @@ def raise_on_invalid(
     reduced: Sequence[Tensor],
     tensors: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
     optional: tuple[Tensor | None, Tensor | None, Tensor | None],
+    cu_seqlens: Tensor | None,
 ) -> None:
     """Raises what the results of one loss call say about its data.
 
@@ -38,8 +39,9 @@ def raise_on_invalid(
         summary: of the call.
         reduced: nothing, or the [S1, S2, N, invalid] that all ranks share.
         tensors, optional: the call's own, to name the first bad token.
+        cu_seqlens: as the caller gave it, needed by the call or not.
     """
-    log_probs, _, _, _, cu_seqlens = tensors
+    log_probs = tensors[0]
     divisor = optional[2]
     checks = [summary, *reduced]
     if cu_seqlens is not None:

@@ -121,7 +121,7 @@ def p3o_loss(
     ess = None if context is None else context.ess
     loss, _, _, summary, count = _ops.token_loss(*tensors, ess, *optional, *options)
     if validate:
-        _verdict.raise_on_invalid(summary, reduced, tensors, optional)
+        _verdict.raise_on_invalid(summary, reduced, tensors, optional, cu_seqlens)
     if context is None:
         context = ESSContext._from_vector(summary[NUM_METRICS:])
     loss = loss.reshape(log_probs.shape) if reduction == "none" else loss
