@@ -131,6 +131,10 @@ def _token_terms(
     return grad, loss, torch.stack(sums)
 
 
+# Each combination of mask, terms, kl_mode and reduction is a graph; dynamo's default would stop after 8.
+_GRAPHS = 64
+
+
 @functools.cache
 def _compile(function: Callable[..., _T]) -> Callable[..., _T]:
     # dynamic: one compilation for every T above 1
@@ -153,10 +157,11 @@ def token_loss(inputs: TokenInputs, options: LossOptions) -> TokenLoss:
     # a bool tensor inside the loops would keep the C++ compiler from vectorising them
     mask = None if inputs.mask is None else inputs.mask.view(torch.uint8)
     inputs, ess = replace(inputs, mask=mask), inputs.ess
-    if ess is None:
-        sums = _compile(_ratio_sums)(inputs.log_probs, inputs.behavior_log_probs, inputs.mask)
-        ess = _compile_scalars(_ess)(sums)
     advantages = _eager.token_advantages(inputs, slice(0, inputs.log_probs.numel()))
-    token_grad, token_values, sums = _compile(_token_terms)(inputs, options, advantages, ess)
-    loss, scale, summary, count = _compile_scalars(_scalars.finish)(inputs.divisor, options, sums, ess)
+    with torch._dynamo.config.patch(recompile_limit=_GRAPHS):
+        if ess is None:
+            sums = _compile(_ratio_sums)(inputs.log_probs, inputs.behavior_log_probs, mask)
+            ess = _compile_scalars(_ess)(sums)
+        token_grad, token_values, sums = _compile(_token_terms)(inputs, options, advantages, ess)
+        loss, scale, summary, count = _compile_scalars(_scalars.finish)(inputs.divisor, options, sums, ess)
     return TokenLoss(token_values if options.reduction == "none" else loss, token_grad, scale, summary, count)

@@ -91,6 +91,6 @@ def _first_bad_token(
             bad |= ~(named[name].isfinite() & (log_probs - named[name]).isfinite())
     index = (bad if mask is None else bad & mask.cpu()).nonzero()
     if not index.numel():
-        return "; none of them is on this rank"
+        return "; no single token of this rank is the cause"
     token = int(index[0])
     return f"; the first is token {token}: " + ", ".join(f"{name} {value[token]:g}" for name, value in named.items())

@@ -2,7 +2,7 @@
 
 A test that takes ``place`` runs once for every (backend, device) of the lane:
 
-    host        eager and compiled on the CPU
+    host        eager on the CPU; compiled as well in the modules of COMPILED (10 s for each new combination of options)
     interpret   triton under its interpreter, when the process was started with TRITON_INTERPRET=1
     sanitize    triton as compiled, under ttsem, on CPU tensors that report cuda:0
     gpu         triton and eager on a CUDA device: marked, so that -m gpu selects them
@@ -30,12 +30,13 @@ def lane() -> str:
     return "interpret" if _backend.INTERPRETED else "host"
 
 
-def places() -> list[object]:
+COMPILED = ("test_golden",)
+
+
+def places(module: str) -> list[object]:
+    compiled = pytest.param(Place("compiled", "cpu"), id="compiled", marks=pytest.mark.host_only)
     here = {
-        "host": [
-            pytest.param(Place("eager", "cpu"), id="eager"),
-            pytest.param(Place("compiled", "cpu"), id="compiled", marks=pytest.mark.host_only),
-        ],
+        "host": [pytest.param(Place("eager", "cpu"), id="eager"), *([compiled] if module in COMPILED else [])],
         "interpret": [pytest.param(Place("triton", "cpu"), id="triton-interpreted")],
         "sanitize": [pytest.param(Place("triton", "cuda"), id="triton-sanitized")],
     }[lane()]
@@ -48,7 +49,7 @@ def places() -> list[object]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "place" in metafunc.fixturenames:
-        metafunc.parametrize("place", places())
+        metafunc.parametrize("place", places(metafunc.module.__name__.rpartition(".")[2]))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
