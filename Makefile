@@ -97,8 +97,9 @@ test-gpu: $(READY) ## the tests that need a CUDA device (PY=python: with your ow
 	}
 	@$(COMPILED) $(PYTEST) tests -m gpu -o addopts=-ra
 
-bench: $(READY) ## measure the operators on this machine
+bench: $(READY) ## measure the operators on this machine, and check the speed of the CPU backends
 	@$(COMPILED) $(PY) -m bench.run
+	@$(COMPILED) $(PY) -m bench.check_speed
 
 bench-smoke: $(READY)
 	@$(COMPILED) $(PYTEST) bench --benchmark-disable

@@ -15,7 +15,7 @@ from bench.workload import BASELINE, make_step
 
 NUM_TOKENS = 262_144
 LIMITS = {"compiled": 5.0, "eager": 1.5}
-ROUNDS, STEPS = 12, 3
+ROUNDS, STEPS = 5, 10
 
 
 def median_times(threads: int) -> dict[str, float]:

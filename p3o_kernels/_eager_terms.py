@@ -57,8 +57,8 @@ def ratio_sums(log_probs: Tensor, behavior_log_probs: Tensor, mask: Tensor | Non
     valid = _valid(mask, log_probs)
     log_ratio, usable = _log_ratio(log_probs, behavior_log_probs, valid)
     _, ratio = _ratio(_keep(log_ratio, _words(usable)), usable)
-    count = _sum(valid)
-    return torch.stack([ratio.sum(), torch.dot(ratio, ratio), count, count - _sum(usable)])
+    count = _count(valid)
+    return torch.stack([ratio.sum(), (ratio * ratio).sum(), count, count - _count(usable)])
 
 
 def _k3(log_ratio: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,6 +87,11 @@ def _finite_terms(inputs: TokenInputs, usable: Tensor) -> Tensor:
 
 def _sum(values: Tensor) -> Tensor:
     return values.sum(dtype=torch.float64)
+
+
+def _count(condition: Tensor) -> Tensor:
+    """float32 counts are exact below 2^24, which no chunk reaches, and need no conversion of [T]."""
+    return condition.sum().double()
 
 
 def token_terms(inputs: TokenInputs, options: LossOptions, ess: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,8 +123,14 @@ def token_terms(inputs: TokenInputs, options: LossOptions, ess: Tensor) -> tuple
     low, high = options.log_clip_bounds()
     clipped = _below(log_ratio, low).add_(_above(log_ratio, high))
     largest = distance.amax() if distance.numel() else distance.new_zeros(())
-    sums = [ratio.sum(), torch.dot(ratio, ratio), *map(_sum, (valid, rejected, distance, _above(ratio, ess), clipped))]
-    sums += [*map(_sum, (capped, score, kl)), *optional_sums, largest.double()]
+    sums = [ratio.sum(), (ratio * ratio).sum(), _count(valid), _count(rejected), _sum(distance)]
+    sums += [
+        _count(_above(ratio, ess)),
+        _count(clipped),
+        *map(_sum, (capped, score, kl)),
+        *optional_sums,
+        largest.double(),
+    ]
     return grad, loss, torch.stack(sums)
 
 

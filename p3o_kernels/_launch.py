@@ -1,4 +1,4 @@
-"""Launches of kernel K2, and the list of every variant that can be launched.
+"""Launches of kernel K2; ``_variants`` lists what can be launched.
 
 All inputs are contiguous, 16-byte aligned [T] float32 (mask: bool) on one device; ``_ops`` makes
 them so. Absent tensors are replaced by a view of another one with the right type, so that presence
@@ -19,12 +19,12 @@ from p3o_kernels._summary import KL_MODES, SUMMARY_SIZE
 
 THREADS = 1024  # also what makes the compiler stay within 64 registers
 SCALE_BLOCK, SCALE_THREADS = 1024, 256
-FINISH_THREADS = 256
+FINISH_THREADS = 512
 COLUMNS_LEAN, COLUMNS_GENERAL = 11, 14  # partial sums that the two forms of the loss kernel write
 
 
 def warps(threads: int, warp_size: int) -> int:
-    return threads // warp_size
+    return max(threads // warp_size, 1)
 
 
 def _warp_size() -> int:

@@ -112,10 +112,9 @@ def _token_loss_backward(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of log_probs and of entropy ([0] when it has none)."""
-    if grad_output.dim() > 0:
-        # loss.sum() arrives as one number with stride 0
-        uniform = grad_output.numel() > 0 and grad_output.stride(0) == 0
-        grad_output = grad_output[0].clone() if uniform else _dense(grad_output)
+    # loss.sum() arrives as one number with stride 0; a 0-d one may be an element of a vector, hence unaligned
+    uniform = grad_output.numel() > 1 and grad_output.stride(0) == 0
+    grad_output = grad_output[0].clone() if uniform else _dense(grad_output)
     if backend == "triton":
         from p3o_kernels import _launch
 

@@ -80,7 +80,7 @@ def _sequence_of(cu_seqlens_ptr, token, num_sequences):
 def _sequence_advantages(advantages_ptr, cu_seqlens_ptr, start, num_tokens, num_sequences, BLOCK: tl.constexpr):
     """A of each token of a block from A of each sequence, without a [T] tensor in memory.
 
-    The first and last token bound the search, so a block inside one sequence gathers nothing.
+    The first and last token bound the search, so a block inside one sequence skips it.
     """
     start = start.to(tl.int32)  # cu_seqlens is int32, so T < 2^31
     token = start + tl.arange(0, BLOCK)

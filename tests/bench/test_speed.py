@@ -1,8 +1,5 @@
-"""The CPU backends are as much faster than eager autograd code as promised, and the comparison is a fair one."""
+"""The speed comparison is a fair one; the speed itself is measured alone on the machine, by ``make bench``."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,24 +7,9 @@ import torch
 
 from bench.baselines import feynrl_style_loss
 from bench.memory import peak_extra_bytes
-from p3o_kernels import _backend, p3o_loss
+from p3o_kernels import p3o_loss
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.mark.host_only
-@pytest.mark.skipif(_backend.INTERPRETED, reason="measures what runs without the interpreter")
-@pytest.mark.timeout(900)
-def test_backends_reach_their_speed_up():
-    """Five times (compiled) and one and a half times (eager), in a process of its own.
-
-    One thread and CPU time, so that a busy machine does not decide; up to three attempts, because noise hides a
-    ratio and does not make one (see ``bench.check_speed.best_ratios``). The limits themselves are never loosened.
-    """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "bench.check_speed", "--threads", "1", "--attempts", "3"]
-    done = subprocess.run(command, cwd=ROOT, env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("scope", ["micro_batch", "given_context"])

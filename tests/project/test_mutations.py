@@ -14,7 +14,7 @@ EAGER, TRITON = {"TRITON_INTERPRET": "0"}, {"TRITON_INTERPRET": "1"}
 FAULTS = {
     "eager, gradient sign": ("_eager_terms.py", ".sub_(weight)", ".add_(weight)", EAGER),
     "eager, dropped mask": ("_eager_terms.py", "if mask is None else mask", "if True else mask", EAGER),
-    "eager, float32 sums": ("_eager_terms.py", "[ratio.sum(), torch", "[ratio.float().sum().double(), torch", EAGER),
+    "eager, float32 sums": ("_eager_terms.py", "[ratio.sum(), (ratio", "[ratio.float().sum().double(), (ratio", EAGER),
     "triton, gradient sign": (
         "_token_kernels.py",
         "kl_slope - capped * advantages",
