@@ -136,10 +136,9 @@ def draw(scenario: Scenario, rows: list[Row], methods: list[str], path: Path) ->
             draw_curve(axes, mine, method, column)
         axes.set(xlabel="rollout step", ylabel=label, ylim=(0, 1.25 if column == "cap" else 1.02))
         axes.grid(alpha=0.3)
-    panels[0].legend()
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(methods))
     panels[2].set_title("plain policy gradient has no cap", fontsize="medium")
-    data = f"rollouts {scenario.lag} steps old, {scenario.updates_per_rollout} updates each"
-    figure.suptitle(f"Reversing five digits: {data}, {scenario.seeds} seeds")
+    figure.suptitle(f"Reversing five digits, rollouts {scenario.lag} steps old: mean, range of {scenario.seeds} seeds")
     figure.savefig(path, dpi=120)
 
 

@@ -8,23 +8,29 @@ import torch
 from torch import Tensor
 
 from p3o_kernels._summary import EPSILON, EXPONENT_LIMIT, KL_MODES
+from p3o_kernels.ess import ESSContext, RatioStats
+from p3o_kernels.loss import P3OOutput
+from p3o_kernels.metrics import P3OMetrics
 
 
-def ratio_stats(
-    log_probs: Tensor, behavior_log_probs: Tensor, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """S1, S2 and N of the valid tokens, float64."""
+def ratio_stats(log_probs: Tensor, behavior_log_probs: Tensor, mask: Tensor | None = None) -> RatioStats:
+    """S1, S2, N of the valid tokens, and how many of them have no positive finite rho^2."""
     mask = torch.ones_like(log_probs, dtype=torch.bool) if mask is None else mask
     log_ratio = torch.where(mask, _promote(log_probs) - _promote(behavior_log_probs), 0.0).detach()
     ratio = torch.where(mask, log_ratio.double().exp(), 0.0)
-    return ratio.sum(), ratio.square().sum(), mask.sum().double()
+    usable = ratio.square().isfinite() & (ratio.square() > 0)
+    return RatioStats(ratio.sum(), ratio.square().sum(), mask.sum().double(), (mask & ~usable).sum().double())
 
 
-def effective_sample_size(sum_ratio: Tensor, sum_ratio_sq: Tensor, num_tokens: Tensor) -> Tensor:
-    """e = clamp(S1^2 / (N (S2 + 1e-8)), 0, 1); 1 without tokens."""
-    if num_tokens == 0:
-        return torch.ones_like(sum_ratio)
-    return (sum_ratio.square() / (num_tokens * (sum_ratio_sq + EPSILON))).clamp(0.0, 1.0)
+def to_context(stats: RatioStats) -> ESSContext:
+    """e = clamp(S1^2 / (N (S2 + 1e-8)), 0, 1), mean and standard deviation of rho; 1, 1 and 0 without tokens."""
+    count, mean = stats.num_tokens, stats.sum_ratio / stats.num_tokens
+    if count == 0:
+        one = torch.ones_like(count)
+        return ESSContext(one, one, count, one, torch.zeros_like(count))
+    ess = (stats.sum_ratio.square() / (count * (stats.sum_ratio_sq + EPSILON))).clamp(0.0, 1.0)
+    variance = (stats.sum_ratio_sq / count - mean.square()).clamp_min(0.0)
+    return ESSContext(ess, ess, count, mean, variance.sqrt())
 
 
 def k3(log_ratio: Tensor, kl_mode: str = "proxy_safe") -> Tensor:
@@ -51,16 +57,18 @@ def p3o_loss(
     mask: Tensor | None = None,
     *,
     cu_seqlens: Tensor | None = None,
-    ess: Tensor | None = None,
+    context: ESSContext | None = None,
     reduction: str = "mean",
     num_tokens: int | Tensor | None = None,
     kl_mode: str = "proxy_safe",
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
     ref_log_probs: Tensor | None = None,
     ref_kl_coef: float = 0.0,
     entropy: Tensor | None = None,
     entropy_coef: float = 0.0,
-) -> Tensor:
-    """The loss of ``p3o_kernels.p3o_loss``; arguments as there, and ``ess`` [] in place of a context.
+) -> P3OOutput:
+    """``p3o_kernels.p3o_loss`` in one process; arguments and result as there, the loss in the promoted input dtype.
 
     Nothing is validated: invalid data gives NaN or inf.
     """
@@ -68,26 +76,32 @@ def p3o_loss(
     if cu_seqlens is not None and advantages.shape == (cu_seqlens.numel() - 1,):
         advantages = torch.repeat_interleave(advantages, cu_seqlens.diff().long())
 
-    def valid(tensor: Tensor) -> Tensor:
-        return torch.where(mask, _promote(tensor), 0.0)
+    def valid(tensor: Tensor | None) -> Tensor:
+        return torch.zeros_like(lp) if tensor is None else torch.where(mask, _promote(tensor), 0.0)
 
-    lp = valid(log_probs)
+    lp = torch.where(mask, _promote(log_probs), 0.0)
     log_ratio = lp - valid(behavior_log_probs).detach()
-    if ess is None:
-        ess = effective_sample_size(*ratio_stats(log_probs, behavior_log_probs, mask))
+    stats = ratio_stats(log_probs, behavior_log_probs, mask)
+    context = to_context(stats) if context is None else context
     # min in float64: rho overflows float32 at l = 89, where the weight is still the cap
-    weight = torch.minimum(log_ratio.detach().double().exp(), ess.double()).to(lp.dtype)
-    loss = -weight * lp * valid(advantages).detach() + (1.0 - ess).to(lp.dtype) * k3(log_ratio, kl_mode)
-    if ref_log_probs is not None:
-        loss = loss + ref_kl_coef * k3(lp - valid(ref_log_probs).detach())
-    if entropy is not None:
-        loss = loss - entropy_coef * valid(entropy)
-    loss = torch.where(mask, loss, 0.0)
-    if reduction == "none":
-        return loss
-    if reduction == "sum" or not mask.any():
-        return loss.sum()
-    return loss.sum() / (mask.sum() if num_tokens is None else num_tokens)
+    ratio = log_ratio.detach().double().exp()
+    weight = torch.minimum(ratio, context.ess)
+    away = (1.0 - context.ess).to(lp.dtype)
+    score, kl = -weight.to(lp.dtype) * lp * valid(advantages).detach(), k3(log_ratio, kl_mode)
+    reference_kl = torch.zeros_like(lp) if ref_log_probs is None else k3(lp - valid(ref_log_probs).detach())
+    optional = ref_kl_coef * reference_kl - entropy_coef * valid(entropy)
+    loss = torch.where(mask, score + away * kl + optional, 0.0)
+    clipped = (ratio < 1.0 - clip_low) | (ratio > 1.0 + clip_high)
+    terms = [log_ratio.abs(), ratio > context.ess, clipped, weight, score, kl, reference_kl, valid(entropy), away * kl]
+    sums = [torch.where(mask, term.detach().double(), 0.0).sum() for term in (*terms, loss)]
+    last = [context.ess * stats.num_tokens, log_ratio.detach().abs().amax() if lp.numel() else lp.new_zeros(())]
+    vector = torch.stack([*stats.as_vector().unbind(), *sums, *(value.double() for value in last)])
+    count = mask.sum()
+    if reduction == "mean" and count > 0:
+        loss = loss.sum() / (count if num_tokens is None else num_tokens)
+    elif reduction != "none":
+        loss = loss.sum()
+    return P3OOutput(loss, count, context, P3OMetrics(vector))
 
 
 def _promote(tensor: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from p3o_kernels import _backend, _ops, p3o_loss, ratio_stats, reference
+from p3o_kernels import ESSContext, _backend, _ops, p3o_loss, ratio_stats, reference
 
 pytestmark = pytest.mark.host_only
 
@@ -80,7 +80,8 @@ def test_reference_gradient(kl_mode):
     log_probs.requires_grad_()
     (want,) = torch.autograd.grad(value(log_probs), log_probs)
     ess = torch.tensor(0.6, dtype=torch.float64)
-    loss = reference.p3o_loss(log_probs, behavior, advantages, ess=ess, reduction="sum", kl_mode=kl_mode)
+    context = ESSContext(ess, ess, ess, ess, ess)
+    loss = reference.p3o_loss(log_probs, behavior, advantages, context=context, reduction="sum", kl_mode=kl_mode).loss
     (grad,) = torch.autograd.grad(loss, log_probs)
     torch.testing.assert_close(loss, value(log_probs), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(grad, want, rtol=1e-12, atol=1e-12)
