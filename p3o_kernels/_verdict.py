@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from p3o_kernels._summary import LOG_RATIO_MAX, LOG_RATIO_MIN, SUMMARY_SIZE
+from p3o_kernels._summary import LOG_RATIO_MAX, LOG_RATIO_MIN, NUM_METRICS, SUMMARY_SIZE
 
 _RULE = f"a log-ratio must be finite and in ({LOG_RATIO_MIN - 0.004:.2f}, {LOG_RATIO_MAX - 0.001:.2f})"
 
@@ -56,7 +56,7 @@ def raise_on_invalid(
     sums = values[SUMMARY_SIZE : SUMMARY_SIZE + 4] if reduced else values[:4]
     if sums[3] or not all(map(math.isfinite, sums)):
         _raise_on_bad_sums(sums, _first_bad_token(tensors, optional))
-    if math.isnan(values[16]):
+    if math.isnan(values[NUM_METRICS]):  # the first field of the context: e
         raise ValueError("context.ess is NaN: it was made from invalid data with validate=False")
     if divisor is not None and not values[-1] > 0:
         raise ValueError(f"num_tokens must be >= 1, got {values[-1]:g}")
