@@ -16,7 +16,6 @@ from torch import Tensor
 
 from p3o_kernels import _eager, _scalars
 from p3o_kernels._inputs import LossOptions, TokenInputs, TokenLoss
-from p3o_kernels._summary import EXP_LIMIT, EXPONENT_LIMIT, LOG_RATIO_MAX, LOG_RATIO_MIN
 
 _T = TypeVar("_T")
 # Recompute shared subexpressions in each loop: stored intermediates cost more than the arithmetic.
@@ -54,7 +53,7 @@ def _exp_pair(log_ratio: Tensor) -> tuple[Tensor, Tensor]:
 def _log_ratio(log_probs: Tensor, behavior_log_probs: Tensor, word: Tensor) -> tuple[Tensor, Tensor]:
     """l, 0 where it must not be used, and the condition that rho^2 is a positive finite float64."""
     log_ratio = _keep(log_probs - behavior_log_probs, word)
-    in_range = (log_ratio < LOG_RATIO_MAX) & (log_ratio > LOG_RATIO_MIN)  # False for NaN
+    in_range = (log_ratio < 354.891) & (log_ratio > -372.566)  # False for NaN
     return torch.where(in_range, log_ratio, 0.0), in_range
 
 
@@ -71,17 +70,17 @@ def _ratio_sums(log_probs: Tensor, behavior_log_probs: Tensor, mask: Tensor | No
 
 
 def _k3(log_ratio: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-    slope = (1.0 - inverse).float().clamp(1.0 - EXP_LIMIT, 1.0 - 1.0 / EXP_LIMIT)
+    slope = (1.0 - inverse).float().clamp(-22025.465794806718, 0.9999546000702375)
     return log_ratio - slope, slope
 
 
 def _behavior_kl(log_ratio: Tensor, ratio: Tensor, inverse: Tensor, kl_mode: str) -> tuple[Tensor, Tensor]:
     if kl_mode == "importance":
-        clamped = ratio.float().clamp(1.0 / EXP_LIMIT, EXP_LIMIT)
+        clamped = ratio.float().clamp(4.5399929762484854e-05, 22026.465794806718)
         return clamped * log_ratio - clamped + 1.0, clamped * log_ratio
     kl, slope = _k3(log_ratio, inverse)
     if kl_mode == "proxy":  # the derivative of the clamped value: +1, away from the behavior policy, below l = -10
-        slope = torch.where(log_ratio.abs() > EXPONENT_LIMIT, 1.0, slope)
+        slope = torch.where(log_ratio.abs() > 10.0, 1.0, slope)
     return kl, slope
 
 
@@ -105,7 +104,7 @@ def _token_terms(
     reference_kl, reference_slope, entropy = zero, zero, zero
     if inputs.reference_log_probs is not None:
         reference_ratio, kept = _finite_or_zero(inputs.log_probs - inputs.reference_log_probs, word, kept)
-        clamped = reference_ratio.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT)
+        clamped = reference_ratio.clamp(-10.0, 10.0)
         reference_kl, reference_slope = _k3(reference_ratio, _exp_pair(clamped)[1])
     if inputs.entropy is not None:
         entropy, kept = _finite_or_zero(inputs.entropy, word, kept)

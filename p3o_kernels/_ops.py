@@ -101,43 +101,40 @@ def _(log_probs: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tenso
     return loss, token_grad, wide, wide.new_empty(SUMMARY_SIZE), wide.new_empty((), dtype=torch.int64)
 
 
-@torch.library.custom_op("p3o::token_loss_backward", mutates_args=())
-def _token_loss_backward(
-    token_grad: Tensor,
-    scale: Tensor,
-    grad_output: Tensor,
-    mask: Tensor | None,
-    entropy_coef: float,
-    with_entropy: bool,
-    backend: str,
+def _one_or_dense(grad_output: Tensor) -> Tensor:
+    """loss.sum() arrives as one number with stride 0; a 0-d one may be an element of a vector, hence unaligned."""
+    uniform = grad_output.numel() > 1 and grad_output.stride(0) == 0
+    return grad_output[0].clone() if uniform else _dense(grad_output)
+
+
+@torch.library.custom_op("p3o::scale_token_grad", mutates_args=())
+def _triton_backward(
+    token_grad: Tensor, scale: Tensor, grad_output: Tensor, mask: Tensor | None, entropy_coef: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradients of log_probs and of entropy ([0] when it has none)."""
-    # loss.sum() arrives as one number with stride 0; a 0-d one may be an element of a vector, hence unaligned
-    uniform = grad_output.numel() > 1 and grad_output.stride(0) == 0
-    grad_output = grad_output[0].clone() if uniform else _dense(grad_output)
-    if backend == "triton":
-        from p3o_kernels import _launch
+    from p3o_kernels import _launch
 
-        return _launch.scale_grad(token_grad, scale, grad_output, _dense_or_none(mask), entropy_coef, with_entropy)
+    grad_output = _one_or_dense(grad_output)
+    return _launch.scale_grad(token_grad, scale, grad_output, _dense_or_none(mask), entropy_coef, with_entropy)
+
+
+@_triton_backward.register_fake
+def _(
+    token_grad: Tensor, scale: Tensor, grad_output: Tensor, mask: Tensor | None, entropy_coef: float, with_entropy: bool
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(token_grad), token_grad.new_empty(token_grad.numel() if with_entropy else 0)
+
+
+def _torch_backward(
+    token_grad: Tensor, scale: Tensor, grad_output: Tensor, mask: Tensor | None, entropy_coef: float, with_entropy: bool
+) -> tuple[Tensor, Tensor]:
+    """The same in PyTorch: one product needs no operator around it."""
     factor = scale.float() * grad_output
     if not with_entropy:
-        return token_grad * factor, token_grad.new_empty(0)
+        return token_grad * factor, token_grad
     entropy_grad = (-entropy_coef * factor).expand(token_grad.shape)
     entropy_grad = entropy_grad.clone() if mask is None else torch.where(mask, entropy_grad, 0.0)
     return token_grad * factor, entropy_grad
-
-
-@_token_loss_backward.register_fake
-def _(
-    token_grad: Tensor,
-    scale: Tensor,
-    grad_output: Tensor,
-    mask: Tensor | None,
-    entropy_coef: float,
-    with_entropy: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(token_grad), token_grad.new_empty(token_grad.numel() if with_entropy else 0)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -153,8 +150,9 @@ def _backward(ctx: Any, grad_output: Tensor | None, *_: Any) -> tuple[Tensor | N
     grads: list[Tensor | None] = [None] * 17
     if grad_output is not None:
         token_grad, scale, mask = ctx.saved_tensors
-        log_probs_grad, entropy_grad = _token_loss_backward(
-            token_grad, scale, grad_output, mask, ctx.entropy_coef, ctx.with_entropy, ctx.backend
+        backward = _triton_backward if ctx.backend == "triton" else _torch_backward
+        log_probs_grad, entropy_grad = backward(
+            token_grad, scale, grad_output, mask, ctx.entropy_coef, ctx.with_entropy
         )
         grads[0] = log_probs_grad
         grads[7] = entropy_grad if ctx.with_entropy else None

@@ -108,5 +108,5 @@ def test_backward_holds_one_number_per_token(launches):
     token_grad, scale = torch.zeros(TOKENS), torch.ones((), dtype=torch.float64)
     gc.collect()
     with PeakBytes(token_grad, scale) as memory:
-        _ops._token_loss_backward._init_fn(token_grad, scale, torch.ones(()), None, 0.0, False, "triton")
+        _ops._triton_backward._init_fn(token_grad, scale, torch.ones(()), None, 0.0, False)
     assert 4 * TOKENS <= memory.peak <= 4 * TOKENS + 4096
