@@ -139,9 +139,18 @@ def test_import_is_light(tmp_path):
     assert list(tmp_path.rglob("*")) == []
 
 
-def test_import_works_without_triton():
-    code = "import sys; sys.modules['triton'] = None; import p3o_kernels; print(p3o_kernels.__version__)"
-    assert run_python(code).strip() == p3o_kernels.__version__
+def test_works_without_triton():
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch, p3o_kernels\n"
+        "tokens = torch.zeros(3, requires_grad=True)\n"
+        "print(p3o_kernels.p3o_loss(tokens, torch.zeros(3), torch.ones(3)).loss.item())\n"
+        "try: p3o_kernels.p3o_loss(tokens, torch.zeros(3), torch.ones(3), backend='triton')\n"
+        "except ValueError as error: print(error)"
+    )
+    loss, error = run_python(code).strip().split("\n")
+    assert float(loss) == 0.0
+    assert error.startswith('backend="triton" needs the triton package: pip install')
 
 
 def test_text_names_no_machine():
