@@ -4,47 +4,15 @@ Allocations are those of the launch code itself; the kernels are replaced by not
 nothing here.
 """
 
-import gc
-import weakref
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.memory import peak_extra_bytes
 from p3o_kernels import _launch, _ops
 from p3o_kernels._inputs import LossOptions, TokenInputs
 
 pytestmark = pytest.mark.host_only
 TOKENS = 1 << 20
-
-
-class PeakBytes(TorchDispatchMode):
-    """Largest sum of live storages that were allocated inside; ``known`` tensors existed before."""
-
-    def __init__(self, *known: torch.Tensor | None) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self.seen = {tensor.untyped_storage()._cdata for tensor in known if tensor is not None}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for value in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(value, torch.Tensor):
-                self.add(value.untyped_storage())
-        return result
-
-    def add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self.seen:
-            return
-        self.seen.add(key)
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self.remove, key, size)
-
-    def remove(self, key: int, size: int) -> None:
-        self.seen.discard(key)
-        self.live -= size
 
 
 @pytest.fixture
@@ -97,16 +65,12 @@ def test_forward_holds_one_number_per_token(launches, sequences):
     if sequences:
         changes = {"advantages": torch.zeros(sequences), "cu_seqlens": torch.zeros(sequences + 1, dtype=torch.int32)}
     tokens = inputs(**changes)
-    gc.collect()
-    with PeakBytes(tokens.log_probs, tokens.mask, tokens.advantages, tokens.cu_seqlens) as memory:
-        result = _launch.token_loss(tokens, OPTIONS)
-    assert 4 * TOKENS <= memory.peak <= 4 * TOKENS + 512 * 16 * 8 + 512 * 4 * 8 + 4096
-    del result
+    peak = peak_extra_bytes(lambda: _launch.token_loss(tokens, OPTIONS), "cpu")
+    assert 4 * TOKENS <= peak <= 4 * TOKENS + 512 * 16 * 8 + 512 * 4 * 8 + 4096
 
 
 def test_backward_holds_one_number_per_token(launches):
     token_grad, scale = torch.zeros(TOKENS), torch.ones((), dtype=torch.float64)
-    gc.collect()
-    with PeakBytes(token_grad, scale) as memory:
-        _ops._triton_backward._init_fn(token_grad, scale, torch.ones(()), None, 0.0, False)
-    assert 4 * TOKENS <= memory.peak <= 4 * TOKENS + 4096
+    one = torch.ones(())
+    peak = peak_extra_bytes(lambda: _ops._triton_backward(token_grad, scale, one, None, 0.0, False), "cpu")
+    assert 4 * TOKENS <= peak <= 4 * TOKENS + 4096
