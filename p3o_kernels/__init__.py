@@ -6,7 +6,9 @@ frozen ``ESSContext`` over micro-batches and ranks; ``reference`` is the same in
 
 from p3o_kernels import reference
 from p3o_kernels.ess import ESSContext, RatioStats, ratio_stats
+from p3o_kernels.hidden import linear_log_probs, p3o_loss_from_hidden
 from p3o_kernels.kl import exact_kl
+from p3o_kernels.logits import p3o_loss_from_logits, token_log_probs
 from p3o_kernels.loss import P3OOutput, p3o_loss
 from p3o_kernels.metrics import P3OMetrics
 
@@ -18,7 +20,11 @@ __all__ = [
     "P3OOutput",
     "RatioStats",
     "exact_kl",
+    "linear_log_probs",
     "p3o_loss",
+    "p3o_loss_from_hidden",
+    "p3o_loss_from_logits",
     "ratio_stats",
     "reference",
+    "token_log_probs",
 ]

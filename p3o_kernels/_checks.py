@@ -15,9 +15,9 @@ from p3o_kernels._summary import KL_MODES, REDUCTIONS
 LOG_PROB_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def check_tensors(log_probs: Tensor, others: Mapping[str, Tensor | None], mask: Tensor | None) -> None:
+def check_tensors(tensors: Mapping[str, Tensor | None], mask: Tensor | None) -> None:
     """Types, dtypes, devices and identical shapes."""
-    named = {"log_probs": log_probs} | {name: value for name, value in others.items() if value is not None}
+    named = {name: value for name, value in tensors.items() if value is not None}
     _check_types(named if mask is None else named | {"mask": mask})
     for name, value in named.items():
         _check_dtype(name, value)
@@ -50,30 +50,27 @@ def check_devices(named: Mapping[str, Tensor]) -> None:
 
 
 def check_tokens(
-    log_probs: Tensor,
-    behavior_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    ref_log_probs: Tensor | None,
-    entropy: Tensor | None,
+    tensors: Mapping[str, Tensor | None], advantages: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
 ) -> None:
-    """The tensors of one loss call. The values of cu_seqlens cannot be checked without a read."""
-    others = {"behavior_log_probs": behavior_log_probs, "ref_log_probs": ref_log_probs, "entropy": entropy}
+    """The tensors of one loss call by name, the first of them always given.
+
+    The values of cu_seqlens cannot be checked without a read.
+    """
     if cu_seqlens is None:
-        check_tensors(log_probs, others | {"advantages": advantages}, mask)
+        check_tensors({**tensors, "advantages": advantages}, mask)
         return
-    check_tensors(log_probs, others, mask)
+    check_tensors(tensors, mask)
+    name, first = next(iter(tensors.items()))
     _check_types({"advantages": advantages, "cu_seqlens": cu_seqlens})
     if cu_seqlens.dtype != torch.int32:
         raise TypeError(f"cu_seqlens must be torch.int32, got {cu_seqlens.dtype}; pass cu_seqlens.int()")
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
         raise ValueError(f"cu_seqlens must have shape [B + 1], got {tuple(cu_seqlens.shape)}")
-    if log_probs.dim() != 1:
-        raise ValueError(f"cu_seqlens needs packed log_probs [T], got {tuple(log_probs.shape)}")
+    if first is None or first.dim() != 1:
+        raise ValueError(f"cu_seqlens needs packed {name} [T], got {None if first is None else tuple(first.shape)}")
     _check_dtype("advantages", advantages)
-    check_devices({"log_probs": log_probs, "advantages": advantages, "cu_seqlens": cu_seqlens})
-    sequences, tokens = cu_seqlens.numel() - 1, log_probs.numel()
+    check_devices({name: first, "advantages": advantages, "cu_seqlens": cu_seqlens})
+    sequences, tokens = cu_seqlens.numel() - 1, first.numel()
     if advantages.shape not in ((sequences,), (tokens,)):
         raise ValueError(
             f"advantages must be [{sequences}], one per sequence of cu_seqlens, or [{tokens}], one per token; "
@@ -83,13 +80,14 @@ def check_tokens(
         raise ValueError(f"cu_seqlens must end at T = {tokens}, got no sequence at all")
 
 
-def check_scope(log_probs: Tensor, context: Any, process_group: Any) -> None:
+def check_scope(log_probs: Tensor, context: Any, process_group: Any, name: str = "process_group") -> None:
+    """``name``: what the caller's function calls the group that e is reduced over."""
     if context is None:
         return
     if process_group is not None:
         raise ValueError(
-            "context and process_group exclude each other: a context is a frozen e that is reduced already "
-            "(step scope), process_group reduces this call's e (micro-batch scope)"
+            f"context and {name} exclude each other: a context is a frozen e that is reduced already "
+            f"(step scope), {name} reduces this call's e (micro-batch scope)"
         )
     ess = getattr(context, "ess", None)
     if not isinstance(ess, Tensor):

@@ -27,10 +27,14 @@ def _part(tensor: Tensor | None, chunk: slice) -> Tensor | None:
     return None if tensor is None else tensor[chunk]
 
 
-def token_advantages(inputs: TokenInputs, chunk: slice) -> Tensor:
+def token_advantages(inputs: TokenInputs, chunk: slice | Tensor) -> Tensor:
+    """A of some tokens, given as a slice or an index."""
     if inputs.cu_seqlens is None:
         return inputs.advantages[chunk]
-    token = torch.arange(chunk.start, chunk.stop, dtype=torch.int32, device=inputs.cu_seqlens.device)
+    if isinstance(chunk, slice):
+        token = torch.arange(chunk.start, chunk.stop, dtype=torch.int32, device=inputs.cu_seqlens.device)
+    else:
+        token = chunk.int()
     # the last sequence that starts at or before the token, which skips empty ones
     sequence = torch.searchsorted(inputs.cu_seqlens[1:], token, right=True)
     # the clamp keeps the read inside when cu_seqlens does not end at T, which validate=True reports

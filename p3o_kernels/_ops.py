@@ -10,24 +10,15 @@ import torch
 from torch import Tensor
 
 from p3o_kernels import _compiled, _eager, _scalars
+from p3o_kernels._dense import dense, dense_or_none
 from p3o_kernels._inputs import LossOptions, TokenInputs
 from p3o_kernels._summary import CONTEXT_FIELDS, SUMMARY_SIZE
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    """Contiguous and 16-byte aligned, by a copy only where it is not."""
-    tensor = tensor.contiguous()
-    return tensor.clone() if tensor.data_ptr() % 16 else tensor
-
-
-def _dense_or_none(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else _dense(tensor)
 
 
 @torch.library.custom_op("p3o::ratio_sums", mutates_args=())
 def ratio_sums(log_probs: Tensor, behavior_log_probs: Tensor, mask: Tensor | None, backend: str) -> Tensor:
     """[S1, S2, N, invalid] float64."""
-    arguments = _dense(log_probs), _dense(behavior_log_probs), _dense_or_none(mask)
+    arguments = dense(log_probs), dense(behavior_log_probs), dense_or_none(mask)
     if backend == "triton":
         from p3o_kernels import _launch
 
@@ -46,7 +37,7 @@ def context(sums: Tensor, backend: str) -> Tensor:
     if backend == "triton":
         from p3o_kernels import _launch
 
-        return _launch.context(_dense(sums))
+        return _launch.context(dense(sums))
     return _scalars.context(sums)
 
 
@@ -77,10 +68,10 @@ def token_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Loss, g, scale, summary and count: the fields of ``TokenLoss``."""
     inputs = TokenInputs(
-        _dense(log_probs),
-        _dense(behavior_log_probs),
-        _dense(advantages),
-        *map(_dense_or_none, (mask, cu_seqlens, ess, reference_log_probs, entropy, divisor)),
+        dense(log_probs),
+        dense(behavior_log_probs),
+        dense(advantages),
+        *map(dense_or_none, (mask, cu_seqlens, ess, reference_log_probs, entropy, divisor)),
     )
     options = LossOptions(num_tokens, reduction, kl_mode, clip_low, clip_high, reference_coef, entropy_coef)
     if backend == "triton":
@@ -104,7 +95,7 @@ def _(log_probs: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tenso
 def _one_or_dense(grad_output: Tensor) -> Tensor:
     """loss.sum() arrives as one number with stride 0; a 0-d one may be an element of a vector, hence unaligned."""
     uniform = grad_output.numel() > 1 and grad_output.stride(0) == 0
-    return grad_output[0].clone() if uniform else _dense(grad_output)
+    return grad_output[0].clone() if uniform else dense(grad_output)
 
 
 @torch.library.custom_op("p3o::scale_token_grad", mutates_args=())
@@ -115,7 +106,7 @@ def _triton_backward(
     from p3o_kernels import _launch
 
     grad_output = _one_or_dense(grad_output)
-    return _launch.scale_grad(token_grad, scale, grad_output, _dense_or_none(mask), entropy_coef, with_entropy)
+    return _launch.scale_grad(token_grad, scale, grad_output, dense_or_none(mask), entropy_coef, with_entropy)
 
 
 @_triton_backward.register_fake

@@ -64,7 +64,7 @@ def ratio_sums_kernel(
 
 
 @triton.jit
-def _sequence_of(cu_seqlens_ptr, token, num_sequences):
+def sequence_of(cu_seqlens_ptr, token, num_sequences):
     """Index of the last sequence that starts at or before ``token`` (a scalar)."""
     low = 0
     width = num_sequences - 1
@@ -85,8 +85,8 @@ def _sequence_advantages(advantages_ptr, cu_seqlens_ptr, start, num_tokens, num_
     start = start.to(tl.int32)  # cu_seqlens is int32, so T < 2^31
     token = start + tl.arange(0, BLOCK)
     end = tl.minimum(start.to(tl.int64) + BLOCK, num_tokens).to(tl.int32)
-    first = _sequence_of(cu_seqlens_ptr, start, num_sequences)
-    last = _sequence_of(cu_seqlens_ptr, end - 1, num_sequences)
+    first = sequence_of(cu_seqlens_ptr, start, num_sequences)
+    last = sequence_of(cu_seqlens_ptr, end - 1, num_sequences)
     sequence = tl.zeros([BLOCK], tl.int32) + first
     width = last - first
     while width > 0:
@@ -115,7 +115,7 @@ def _load_tokens(
 
 
 @triton.jit
-def _token(
+def token_terms(
     total, log_probs, behavior, advantages, valid, ess, narrow_ess, away, kl_mode, log_clip_low, log_clip_high,
     GENERAL: tl.constexpr,
 ):  # fmt: skip
@@ -158,7 +158,7 @@ def _token(
 
 
 @triton.jit
-def _optional_terms(total, log_probs, valid, reference, entropy, grad, loss, entropy_coef, reference_coef):
+def optional_terms(total, log_probs, valid, reference, entropy, grad, loss, entropy_coef, reference_coef):
     """Adds the optional terms of (4) and (5) to one token per thread; their KL always has the safe gradient."""
     fresh = grad == grad  # tokens rejected before have g = NaN and are counted already
     log_ratio = tl.where(valid, log_probs - reference, 0.0)
@@ -214,7 +214,7 @@ def _general_sweep(
         grad = ()
         loss = ()
         for k in tl.static_range(4):
-            _, token_grad, token_loss = _token(
+            _, token_grad, token_loss = token_terms(
                 total,
                 log_probs[k],
                 behavior[k],
@@ -228,7 +228,7 @@ def _general_sweep(
                 0.0,
                 True,
             )
-            more, token_grad, token_loss = _optional_terms(
+            more, token_grad, token_loss = optional_terms(
                 more, log_probs[k], valid[k], reference[k], entropy[k], token_grad, token_loss,
                 entropy_coef, reference_coef,
             )  # fmt: skip
@@ -272,7 +272,7 @@ def token_loss_kernel(
         )  # fmt: skip
         grad = ()
         for k in tl.static_range(4):
-            total, token_grad, _ = _token(
+            total, token_grad, _ = token_terms(
                 total, log_probs[k], behavior[k], advantages[k], valid[k], ess, narrow_ess, away,
                 kl_mode, log_clip_low, log_clip_high, GENERAL,
             )  # fmt: skip

@@ -125,7 +125,7 @@ def ratio_stats(
         ValueError: shapes or devices that differ, an unknown or unusable backend.
         TypeError: a dtype other than the ones above.
     """
-    _checks.check_tensors(log_probs, {"behavior_log_probs": behavior_log_probs}, mask)
+    _checks.check_tensors({"log_probs": log_probs, "behavior_log_probs": behavior_log_probs}, mask)
     resolved = _backend.resolve(backend, log_probs)
     with torch.no_grad():
         flat = (tensor.detach().reshape(-1).float() for tensor in (log_probs, behavior_log_probs))

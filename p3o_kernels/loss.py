@@ -99,7 +99,9 @@ def p3o_loss(
             With ``process_group`` every rank raises.
         TypeError: a wrong dtype or type.
     """
-    _checks.check_tokens(log_probs, behavior_log_probs, advantages, mask, cu_seqlens, ref_log_probs, entropy)
+    named = {"log_probs": log_probs, "behavior_log_probs": behavior_log_probs}
+    named |= {"ref_log_probs": ref_log_probs, "entropy": entropy}
+    _checks.check_tokens(named, advantages, mask, cu_seqlens)
     numbers = {
         "clip_low": clip_low,
         "clip_high": clip_high,

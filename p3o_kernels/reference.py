@@ -4,6 +4,8 @@ Written for reading, with autograd for every gradient. Give it float64 tensors a
 that the fused implementations are measured against; give it float32 and it is eager PyTorch.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -102,6 +104,80 @@ def p3o_loss(
     elif reduction != "none":
         loss = loss.sum()
     return P3OOutput(loss, count, context, P3OMetrics(vector))
+
+
+def token_log_probs(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    mask: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    return_entropy: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``p3o_kernels.token_log_probs`` in one process, by log_softmax; the result in the promoted input dtype."""
+    mask = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask
+    vocab = logits.shape[-1]
+    # selected before anything is computed: what a masked row holds reaches no gradient
+    x = torch.where(mask[:, None], _promote(logits), 0.0)
+    if softcap is not None:
+        x = torch.where(x == -torch.inf, x, softcap * torch.tanh(x / softcap))
+    x = x / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
+    every = x.log_softmax(-1)
+    known = (labels >= 0) & (labels < vocab)
+    picked = every.gather(-1, torch.where(known, labels, 0)[:, None].long())[:, 0]
+    log_probs = torch.where(mask, torch.where(known, picked, -torch.inf), 0.0)
+    if not return_entropy:
+        return log_probs
+    terms = every.exp() * torch.where(every == -torch.inf, 0.0, every)
+    return log_probs, torch.where(mask, -terms.sum(-1), 0.0)
+
+
+def linear_log_probs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``token_log_probs`` of hidden @ weight^T + bias, all of it held at once."""
+    return token_log_probs(torch.nn.functional.linear(hidden, weight, bias), labels, **options)
+
+
+def p3o_loss_from_logits(
+    logits: Tensor,
+    labels: Tensor,
+    behavior_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None = None,
+    *,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    return_entropy: bool = False,
+    entropy_coef: float = 0.0,
+    **options: Any,
+) -> P3OOutput:
+    """``p3o_loss`` of ``token_log_probs``; ``options`` are those of ``p3o_loss``."""
+    made = token_log_probs(
+        logits, labels, mask=mask, temperature=temperature, softcap=softcap, return_entropy=True
+    )
+    log_probs, entropy = made
+    wanted = entropy if return_entropy or entropy_coef else None
+    return p3o_loss(
+        log_probs, behavior_log_probs, advantages, mask, entropy=wanted, entropy_coef=entropy_coef, **options
+    )
+
+
+def p3o_loss_from_hidden(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    behavior_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    **options: Any,
+) -> P3OOutput:
+    """``p3o_loss_from_logits`` of hidden @ weight^T + bias, all of it held at once."""
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    return p3o_loss_from_logits(logits, labels, behavior_log_probs, advantages, mask, **options)
 
 
 def _promote(tensor: Tensor) -> Tensor:

@@ -1,0 +1,62 @@
+"""How [T, V] logits are cut into pieces that fit a workspace, and which rows of them are worth computing."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+COLUMN_MULTIPLE = 64  # keeps every piece but the last on a boundary that GEMMs like
+ROW_MULTIPLE = 16
+MIN_COLUMNS = 1024  # narrower pieces starve a GEMM: then tokens are cut as well
+
+
+class Tiles(NamedTuple):
+    """At most ``rows`` x ``columns`` logits at a time."""
+
+    rows: int
+    columns: int
+
+
+def _pieces(total: int, limit: int, multiple: int) -> int:
+    """The size of equal pieces of at most ``limit``, a multiple of ``multiple`` where ``limit`` allows."""
+    if total <= limit:
+        return total
+    limit = max(limit // multiple * multiple, 1) if limit >= multiple else limit
+    pieces = -(-total // limit)
+    return min(-(-total // pieces // multiple) * multiple, limit)
+
+
+def vocabulary_tiles(tokens: int, vocab: int, itemsize: int, budget: int) -> Tiles:
+    """All tokens and a part of the vocabulary; tokens are cut only where the parts would become too narrow."""
+    tokens = max(tokens, 1)
+    columns = budget // (tokens * itemsize)
+    if columns >= min(vocab, MIN_COLUMNS):
+        return Tiles(tokens, _pieces(vocab, columns, COLUMN_MULTIPLE))
+    columns = min(vocab, MIN_COLUMNS)
+    return Tiles(_pieces(tokens, max(budget // (columns * itemsize), 1), ROW_MULTIPLE), columns)
+
+
+def token_tiles(tokens: int, vocab: int, itemsize: int, budget: int) -> Tiles:
+    """The whole vocabulary and some of the tokens."""
+    return Tiles(_pieces(max(tokens, 1), max(budget // (vocab * itemsize), 1), ROW_MULTIPLE), vocab)
+
+
+def ranges(total: int, size: int) -> Iterator[slice]:
+    for start in range(0, total, size):
+        yield slice(start, min(start + size, total))
+
+
+def valid_rows(mask: Tensor | None, valid_tokens: int | None) -> Tensor | None:
+    """Indices of the rows with mask True, or None: compute all of them.
+
+    The count decides the size of the GEMMs. Reading it from a GPU would wait for the GPU, so there it has to be
+    given as ``valid_tokens``; T pads the index where fewer rows are valid.
+    """
+    if mask is None:
+        return None
+    if valid_tokens is not None:
+        return torch.nonzero_static(mask, size=valid_tokens, fill_value=mask.numel())[:, 0]
+    if mask.is_cuda or bool(mask.all()):
+        return None
+    return mask.nonzero()[:, 0]
