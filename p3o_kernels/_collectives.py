@@ -43,7 +43,7 @@ class _SumGradient(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         grad = grad.contiguous()
         torch.distributed.all_reduce(grad, group=ctx.process_group)
         return grad, None

@@ -13,7 +13,6 @@ with X [T, H], W [V, H]. Two orders:
 """
 
 from dataclasses import replace
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 from p3o_kernels._eager import token_advantages
 from p3o_kernels._gemm import linear, product
 from p3o_kernels._inputs import LossOptions, TokenInputs
-from p3o_kernels._rows import RowGrads, Rows, RowValues
+from p3o_kernels._rows import RowBackend, RowGrads, Rows, RowValues
 from p3o_kernels._tiles import ROW_MULTIPLE, Tiles, ranges, token_tiles, vocabulary_tiles
 
 
@@ -61,7 +60,7 @@ class Workspace:
         return tile
 
 
-def partials(layer: Layer, rows: Rows, workspace_bytes: int, module: ModuleType) -> Tensor:
+def partials(layer: Layer, rows: Rows, workspace_bytes: int, module: RowBackend) -> Tensor:
     """[parts, 4, T]: the statistics of each part of the vocabulary."""
     tokens, vocab = layer.hidden.shape[0], layer.weight.shape[0]
     tiles = vocabulary_tiles(tokens, vocab, layer.hidden.element_size(), workspace_bytes)
@@ -70,7 +69,8 @@ def partials(layer: Layer, rows: Rows, workspace_bytes: int, module: ModuleType)
     for columns in ranges(vocab, tiles.columns):
         shard = rows.shard(columns.start)
         made = [
-            module.row_partials(workspace.logits(some, columns), shard.part(some)) for some in ranges(tokens, tiles.rows)
+            module.row_partials(workspace.logits(some, columns), shard.part(some))
+            for some in ranges(tokens, tiles.rows)
         ]
         parts.append(made[0] if len(made) == 1 else torch.cat([layer.hidden.new_empty((4, 0)).float(), *made], 1))
     return torch.stack(parts)
@@ -89,7 +89,7 @@ def gradients(
     needed: tuple[bool, bool, bool],
     main_grad: Tensor | None,
     workspace_bytes: int,
-    module: ModuleType,
+    module: RowBackend,
 ) -> LayerGrads:
     """Recomputes the logits of each part of the vocabulary and turns them into gradients.
 
@@ -151,7 +151,7 @@ def loss_gradients(
     scale: Tensor,
     needed: tuple[bool, bool, bool],
     workspace_bytes: int,
-    module: ModuleType,
+    module: RowBackend,
 ) -> tuple[Tensor, Tensor, LayerGrads]:
     """lp, H ([0] when not wanted) and the gradients of the loss, with e given.
 
@@ -171,9 +171,7 @@ def loss_gradients(
     weight_grad = torch.empty_like(weight) if needed[1] else None
     bias_grad = weight.new_zeros(vocab, dtype=sum_dtype(weight)) if needed[2] else None
     for done in ranges(count, tiles.rows):
-        place = done if index is None else index[done]
-        some = done if index is None else place.clamp_max(num_rows - 1)
-        part = rows.part(some, None if index is None else place < num_rows)
+        place, some, part = _place(rows, index, done, num_rows)
         tile = workspace.logits(some, slice(0, vocab))
         made = module.row_loss(tile, tile, part, _token_part(tokens, some), options, scale)
         log_probs[place], entropy_part = made[0], made[1]
@@ -195,6 +193,15 @@ def loss_gradients(
         None if bias_grad is None else bias_grad.to(weight.dtype),
     )
     return log_probs[:num_rows], entropy[: num_rows * rows.entropy], grads
+
+
+def _place(rows: Rows, index: Tensor | None, done: slice, num_rows: int) -> tuple[slice | Tensor, slice | Tensor, Rows]:
+    """Where results of these entries of the index go, where their inputs are, and what belongs to these rows."""
+    if index is None:
+        return done, done, rows.part(done)
+    place = index[done]
+    some = place.clamp_max(num_rows - 1)  # the padding reads the last row, masked
+    return place, some, rows.part(some, place < num_rows)
 
 
 def spread(rows: Rows, index: Tensor | None, size: int) -> Tensor:

@@ -127,9 +127,7 @@ def compute_gradients(
         some = index.clamp_max(num_rows - 1)
         values, grads = values.part(some), grads.part(some)
     compact, rows = _compact(layer, rows, index)
-    made = _linear.gradients(
-        compact, rows, values, grads, needed, main_grad, workspace_bytes, implementation(backend)
-    )
+    made = _linear.gradients(compact, rows, values, grads, needed, main_grad, workspace_bytes, implementation(backend))
     if index is None or made.hidden is None:
         return made
     spread = made.hidden.new_zeros((num_rows + 1, made.hidden.shape[1]))
@@ -264,8 +262,17 @@ def linear_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """lp, H ([0] when not wanted), and dX, dW, db of the summed loss times ``scale``, with e given."""
     rows = make_rows(labels, mask, row_temperature, temperature, softcap, 0, entropy)
-    optional = map(dense_or_none, (cu_seqlens, ess, reference_log_probs))
-    tokens = TokenInputs(behavior_log_probs, behavior_log_probs, advantages, None, *optional, None, None)
+    tokens = TokenInputs(
+        behavior_log_probs,  # stands in for the log-probs that are to come
+        behavior_log_probs,
+        advantages,
+        None,
+        dense_or_none(cu_seqlens),
+        ess,
+        dense_or_none(reference_log_probs),
+        None,
+        None,
+    )
     options = LossOptions(0, "sum", kl_mode, 0.0, 0.0, reference_coef, entropy_coef)
     hidden_needed, weight_needed, bias_needed = needed
     log_probs, with_entropy, grads = _linear.loss_gradients(

@@ -27,7 +27,7 @@ def _chunks(logits: Tensor, mask: Tensor | None) -> Iterator[slice | Tensor]:
     size = max((CUDA_SCRATCH if logits.is_cuda else CPU_SCRATCH) // max(logits.shape[1], 1), 1)
     if mask is not None and not mask.is_cuda:
         if mask.any():
-            yield from mask.nonzero()[:, 0].split(size)
+            yield from torch.split(mask.nonzero()[:, 0], size)
         return
     for start in range(0, logits.shape[0], size):
         yield slice(start, min(start + size, logits.shape[0]))

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from p3o_kernels._row_math_kernels import (
-    LOG2_E,
     LOWEST,
     block_columns,
     capped,
@@ -21,18 +20,20 @@ from p3o_kernels._row_math_kernels import (
     rest_columns,
     row_span,
     row_sums,
+    scale_of,
     softmax_grad,
     through_softcap,
 )
 
 # Rows begin anywhere and the other pointers lead to single numbers: one machine code for every address and size.
 ROW_POINTERS = (
-    "logits_ptr out_ptr labels_ptr mask_ptr temperature_ptr partial_ptr log_probs_ptr entropy_ptr normalizer_ptr low_ptr "
-    "grad_ptr entropy_grad_ptr behavior_ptr advantages_ptr cu_seqlens_ptr reference_ptr ess_ptr scale_ptr factor_ptr"
+    "logits_ptr out_ptr labels_ptr mask_ptr temperature_ptr partial_ptr log_probs_ptr entropy_ptr normalizer_ptr "
+    "low_ptr grad_ptr entropy_grad_ptr behavior_ptr advantages_ptr cu_seqlens_ptr reference_ptr ess_ptr scale_ptr "
+    "factor_ptr"
 ).split()
 ROW_INTEGERS = (
-    "num_rows vocab vocab_start stride misaligned has_mask per_row finish num_parts grad_stride entropy_grad_stride "
-    "num_sequences per_sequence has_reference kl_mode row_length factor_stride out_stride"
+    "num_rows vocab vocab_start stride out_stride misaligned has_mask per_row finish num_parts grad_stride "
+    "entropy_grad_stride num_sequences per_sequence has_reference kl_mode row_length factor_stride"
 ).split()
 
 
@@ -43,7 +44,7 @@ def row_inputs(labels_ptr, mask_ptr, temperature_ptr, row, vocab, vocab_start, t
     if per_row != 0:
         temperature = tl.load(temperature_ptr + row)
     label = tl.load(labels_ptr + row) - vocab_start
-    return valid, LOG2_E / temperature, label, (label >= 0) & (label < vocab)
+    return valid, scale_of(temperature), label, (label >= 0) & (label < vocab)
 
 
 @triton.jit
@@ -148,7 +149,9 @@ def row_stats_kernel(
     valid, scale, label, owned = row_inputs(
         labels_ptr, mask_ptr, temperature_ptr, row, vocab, vocab_start, temperature, has_mask, per_row
     )
-    shift, total, weighted, label_logit = LOWEST + 0.0, 0.0, 0.0, float("-inf")
+    # a masked row: the neutral element of a merge
+    shift, label_logit = tl.full([], LOWEST, tl.float32), tl.full([], float("-inf"), tl.float32)
+    total, weighted = tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
     if valid:
         begin = row * stride
         label_logit = load_label(logits_ptr + begin, label, owned, softcap, HAS_SOFTCAP)
@@ -195,7 +198,7 @@ def row_merge_kernel(
         tau = tl.full([BLOCK], 1.0, tl.float32) * temperature
         if per_row != 0:
             tau = tl.load(temperature_ptr + row, mask=inside, other=1.0)
-        values = finish_row(shift, total, weighted, label_logit, LOG2_E / tau)
+        values = finish_row(shift, total, weighted, label_logit, scale_of(tau))
         store_row(log_probs_ptr, entropy_ptr, normalizer_ptr, low_ptr, row, values, valid, inside, HAS_ENTROPY)
     else:
         tl.store(merged_ptr + row, shift, mask=inside)

@@ -28,7 +28,7 @@ def vector(dtype: torch.dtype) -> int:
 
 def misaligned(logits: Tensor) -> int:
     """Elements between the last 16-byte boundary and the first logit; storages begin on a boundary."""
-    return logits.storage_offset() % vector(logits.dtype)
+    return int(logits.storage_offset() % vector(logits.dtype))
 
 
 def empty_like_rows(logits: Tensor) -> Tensor:
@@ -68,8 +68,12 @@ def _constexprs(logits: Tensor, rows: Rows) -> dict[str, int | bool]:
 
 
 def _empty_values(like: Tensor, num_rows: int, entropy: bool) -> RowValues:
-    numbers = [like.new_empty(count, dtype=torch.float32) for count in (num_rows, num_rows * entropy, num_rows)]
-    return RowValues(*numbers, like.new_empty(num_rows, dtype=torch.float16))
+    def numbers(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return like.new_empty(count, dtype=dtype)
+
+    return RowValues(
+        numbers(num_rows), numbers(num_rows * entropy), numbers(num_rows), numbers(num_rows, torch.float16)
+    )
 
 
 def _value_arguments(values: RowValues) -> dict[str, Tensor]:

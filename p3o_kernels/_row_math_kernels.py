@@ -25,6 +25,12 @@ TINY_LOG2 = tl.constexpr(-1000.0)  # 2^this is 0, and 0 * this is 0 where 0 * -i
 
 
 @triton.jit
+def scale_of(temperature):
+    """log2(e) / tau."""
+    return 1.4426950408889634 / temperature  # a literal: the interpreter would make constexpr / tensor a constexpr
+
+
+@triton.jit
 def row_span(logits_ptr, begin, misaligned, vocab, VEC: tl.constexpr, BLOCK: tl.constexpr):
     """(pointer to the first aligned column, columns before it, columns in whole blocks) of the row at ``begin``."""
     head = ((VEC - (begin + misaligned) % VEC) % VEC).to(tl.int32)
@@ -94,7 +100,7 @@ def row_sums(top, total, weighted, HAS_ENTROPY: tl.constexpr):
     if HAS_ENTROPY:
         weighted_sum = tl.sum((weighted + drop * total) * power, 0)
     else:
-        weighted_sum = 0.0
+        weighted_sum = shift * 0.0
     return shift, tl.sum(total * power, 0), weighted_sum
 
 
@@ -111,7 +117,9 @@ def finish_row(shift, total, weighted, label_logit, scale):
     log_total = rough.to(tl.float64) + tl.where(usable, total.to(tl.float64) * inverse - 1.0, 0.0)
     u = tl.fma(label_logit, scale, -shift)
     log_prob = (u.to(tl.float64) * LN_2 - log_total).to(tl.float32)
+    log_prob = tl.where(log_prob > 0.0, 0.0, log_prob)  # the last bit of d; not minimum(), which would hide a NaN
     entropy = (log_total - (weighted / total).to(tl.float64) * LN_2).to(tl.float32)
+    entropy = tl.where(entropy < 0.0, 0.0, entropy)
     normalizer = shift.to(tl.float64) + log_total * LOG2_E
     high = normalizer.to(tl.float32)
     low = (normalizer - high.to(tl.float64)).to(tl.float32)

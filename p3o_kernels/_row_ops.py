@@ -3,7 +3,6 @@
 Gradients flow to ``logits`` alone. Operators whose name ends in an underscore write into their first argument.
 """
 
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,12 +11,12 @@ from torch import Tensor
 from p3o_kernels import _row_eager
 from p3o_kernels._dense import dense, dense_or_none
 from p3o_kernels._inputs import LossOptions, TokenInputs
-from p3o_kernels._rows import PARTIAL_SIZE, RowGrads, Rows, RowValues
+from p3o_kernels._rows import PARTIAL_SIZE, RowBackend, RowGrads, Rows, RowValues
 
 _Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def implementation(backend: str) -> ModuleType:
+def implementation(backend: str) -> RowBackend:
     """The module that does the work: ``_row_launch``, or ``_row_eager`` for "eager" and "compiled"."""
     if backend == "triton":
         from p3o_kernels import _row_launch
@@ -164,8 +163,7 @@ def row_grad_(
 
 def empty_grad(logits: Tensor, backend: str) -> Tensor:
     """Room for dlogits, laid out as the backend wants it."""
-    empty: Tensor = implementation(backend).empty_like_rows(along_vocabulary(logits))
-    return empty
+    return implementation(backend).empty_like_rows(along_vocabulary(logits))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: _Four) -> None:
@@ -185,7 +183,7 @@ def _backward(ctx: Any, log_probs_grad: Tensor | None, entropy_grad: Tensor | No
     logits, labels, mask, row_temperature, normalizer, normalizer_low, entropy = ctx.saved_tensors
     if log_probs_grad is None:
         log_probs_grad = normalizer.new_zeros(1).expand(normalizer.shape)
-    arguments = (labels, mask, row_temperature, normalizer, normalizer_low)
+    arguments: tuple[Any, ...] = (labels, mask, row_temperature, normalizer, normalizer_low)
     arguments += (None if entropy_grad is None else entropy, log_probs_grad, entropy_grad)
     if ctx.in_place:
         # detached: the same memory and version counter, so that whoever saved the logits hears of it
@@ -222,9 +220,16 @@ def row_loss_(
 ) -> tuple[Tensor, Tensor]:
     """lp and H ([0] when not wanted) of ``logits`` (None: ``out`` holds them), and scale * dL/dlogits into ``out``."""
     rows = make_rows(labels, mask, row_temperature, temperature, softcap, 0, entropy)
-    optional = map(dense_or_none, (cu_seqlens, ess, reference_log_probs))
     tokens = TokenInputs(
-        behavior_log_probs, dense(behavior_log_probs), dense(advantages), rows.mask, *optional, None, None
+        behavior_log_probs,  # stands in for the log-probs that are to come
+        dense(behavior_log_probs),
+        dense(advantages),
+        None,
+        dense_or_none(cu_seqlens),
+        ess,
+        dense_or_none(reference_log_probs),
+        None,
+        None,
     )
     options = LossOptions(0, "sum", kl_mode, 0.0, 0.0, reference_coef, entropy_coef)
     logits = out if logits is None else _aligned(logits)

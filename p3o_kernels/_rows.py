@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from torch import Tensor
+
+from p3o_kernels._inputs import LossOptions, TokenInputs
 
 PARTIAL_SIZE = 4  # numbers of a row that one part of the vocabulary hands on: m, d, label, w
 
@@ -64,3 +67,25 @@ class RowGrads:
 
     def part(self, rows: slice | Tensor) -> RowGrads:
         return RowGrads(self.log_probs[rows], None if self.entropy is None else self.entropy[rows])
+
+
+class RowBackend(Protocol):
+    """What ``_row_launch`` and ``_row_eager`` both offer. ``out`` may be the memory of ``logits``."""
+
+    def row_values(self, logits: Tensor, rows: Rows) -> RowValues: ...
+
+    def row_partials(self, logits: Tensor, rows: Rows) -> Tensor: ...
+
+    def merge_partials(self, partials: Tensor, rows: Rows) -> Tensor: ...
+
+    def finish_partials(self, partials: Tensor, rows: Rows) -> RowValues: ...
+
+    def row_grad(self, logits: Tensor, out: Tensor, rows: Rows, values: RowValues, grads: RowGrads) -> None: ...
+
+    def row_loss(
+        self, logits: Tensor, out: Tensor, rows: Rows, tokens: TokenInputs, options: LossOptions, scale: Tensor
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def scale_rows(self, grad: Tensor, factor: Tensor) -> None: ...
+
+    def empty_like_rows(self, logits: Tensor) -> Tensor: ...

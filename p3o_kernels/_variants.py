@@ -1,7 +1,7 @@
-"""Every variant of every kernel that ``_launch`` can launch: what a compiler needs to build it without a GPU.
+"""Every variant of every kernel that can be launched: what a compiler needs to build it without a GPU.
 
 Nothing here runs in a training step. Compile budgets and the kernel report read the list, and a test records
-launches and compares. Integers are never specialised, so one variant serves every T.
+launches and compares. Integers are never specialised, so one variant serves every T and every vocabulary.
 """
 
 import itertools
@@ -9,21 +9,27 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from p3o_kernels import _launch
+import torch
+
+from p3o_kernels import _launch, _row_kernels, _row_launch, _row_loss_kernels
 from p3o_kernels._math_kernels import BLOCK, COLUMNS, MAX_PROGRAMS
 
 _ARGUMENTS = {
     "*fp32": "log_probs_ptr behavior_ptr advantages_ptr reference_ptr entropy_ptr grad_ptr loss_ptr token_grad_ptr "
-    "grad_output_ptr log_probs_grad_ptr entropy_grad_ptr",
+    "grad_output_ptr log_probs_grad_ptr entropy_grad_ptr temperature_ptr partial_ptr merged_ptr normalizer_ptr "
+    "factor_ptr",
     "*fp64": "partials_ptr out_ptr sums_ptr ess_ptr ratio_partials_ptr num_tokens_ptr summary_ptr scale_ptr",
+    "*fp16": "low_ptr",
     "*u8": "mask_ptr",
     "*i32": "cu_seqlens_ptr",
-    "*i64": "count_ptr",
-    "i64": "num_tokens",
-    "i32": "num_sequences num_partials kl_mode has_entropy write_loss columns divide",
-    "fp32": "log_clip_low log_clip_high entropy_coef reference_coef",
+    "*i64": "count_ptr labels_ptr",
+    "i64": "num_tokens num_rows vocab_start stride out_stride grad_stride entropy_grad_stride row_length factor_stride",
+    "i32": "num_sequences num_partials kl_mode has_entropy write_loss columns divide vocab misaligned has_mask per_row "
+    "finish num_parts per_sequence has_reference",
+    "fp32": "log_clip_low log_clip_high entropy_coef reference_coef temperature softcap",
 }
 _TYPES = {name: kind for kind, names in _ARGUMENTS.items() for name in names.split()}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +46,24 @@ class Variant:
     constexprs: Mapping[str, int | bool]
     threads: int
     reads: tuple[str, ...] = ()
-    """The [T] arguments that it reads; like ``writes``, none in a launch that sees partial sums only."""
+    """The arguments that it reads whole, [T] or logits; like ``writes``, none in a launch that sees sums only."""
     writes: tuple[str, ...] = ()
-    """The [T] arguments that it writes."""
+    """The arguments that it writes whole."""
     block: int = 0
-    """Tokens of one program in one step; 0 where ``reads`` is empty."""
+    """Tokens, or logits of a row, of one program in one step; 0 where ``reads`` is empty."""
+    sweeps: int = 0
+    """How often a program walks the whole blocks of a row of logits; 0 in a kernel over tokens."""
     num_stages: int = 1
     dtype: str = "float32"
-    """Of the token tensors."""
+    """Of the token tensors, or of the logits."""
+    any_address: bool = False
+    """Whether the machine code is the same for every alignment of its pointers."""
 
     @property
     def divisible_by_16(self) -> list[str]:
-        """Pointers whose address is: all, because ``_ops`` copies what is not and allocations are."""
-        return [name for name, kind in self.signature.items() if kind.startswith("*")]
+        """Pointers whose address is: all but logits and what goes with them, because operators copy and allocate so."""
+        pointers = [name for name, kind in self.signature.items() if kind.startswith("*")]
+        return [] if self.any_address else pointers
 
     def launch(self, arch: int | str) -> dict[str, Any]:
         """What is launched on ``arch`` (80, 90, 100 or "gfx942"), as plain values."""
@@ -71,6 +82,7 @@ class Variant:
             "reads": list(self.reads),
             "writes": list(self.writes),
             "block": self.block,
+            "sweeps": self.sweeps,
         }
 
 
@@ -154,4 +166,73 @@ def _finish() -> Iterator[Variant]:
     yield _variant("finish_loss_kernel", arguments, threads, constexprs, module="_finish_kernels")
 
 
-VARIANTS: tuple[Variant, ...] = (*_ratio_sums(), *_token_loss(), *_scale_grad(), *_finish())
+def _row_variant(
+    role: str,
+    kernel: Any,
+    threads: int,
+    constexprs: Mapping[str, int | bool],
+    dtype: str,
+    matrices: tuple[str, ...],
+    **fields: Any,
+) -> Variant:
+    """``matrices`` are the pointers to ``dtype``."""
+    function = kernel.__name__
+    flags = [dtype] + [name.lower() for name, value in constexprs.items() if value is True]
+    types = _TYPES | dict.fromkeys(matrices, f"*{dtype}") | dict.fromkeys(constexprs, "constexpr")
+    return Variant(
+        role=role,
+        name=f"{function.removesuffix('_kernel')} {', '.join(flags)}",
+        module=kernel.fn.__module__,
+        function=function,
+        signature={name: types[name] for name in kernel.arg_names},
+        constexprs=constexprs,
+        threads=threads,
+        dtype=str(_DTYPES[dtype]).removeprefix("torch."),
+        **fields,
+    )
+
+
+def _sweeps() -> Iterator[Variant]:
+    kernels = {
+        "K1": (_row_kernels.row_stats_kernel, 1, ()),
+        "K3": (_row_kernels.row_grad_kernel, 1, ("out_ptr",)),
+        "K1K3": (_row_loss_kernels.row_loss_kernel, 2, ("out_ptr",)),
+    }
+    for (role, (kernel, sweeps, writes)), dtype in itertools.product(kernels.items(), _DTYPES):
+        for flags in _choices("HAS_ENTROPY", "HAS_SOFTCAP"):
+            constexprs = flags | {"VEC": _row_launch.vector(_DTYPES[dtype]), "BLOCK": _row_launch.BLOCK}
+            yield _row_variant(
+                role,
+                kernel,
+                _row_launch.THREADS,
+                constexprs,
+                dtype,
+                ("logits_ptr", *writes),
+                reads=("logits_ptr",),
+                writes=writes,
+                block=_row_launch.BLOCK,
+                sweeps=sweeps,
+                any_address=True,
+            )
+
+
+def _around_sweeps() -> Iterator[Variant]:
+    """What joins the partials of K1, and what scales a gradient that was formed with the loss."""
+    merge, scale = _row_kernels.row_merge_kernel, _row_loss_kernels.scale_rows_kernel
+    for flags in _choices("HAS_ENTROPY"):
+        constexprs = flags | {"BLOCK": _row_launch.MERGE_BLOCK}
+        yield _row_variant("K1", merge, _row_launch.MERGE_THREADS, constexprs, "fp32", ("partials_ptr",))
+    for dtype in _DTYPES:
+        constexprs = {"BLOCK": _row_launch.SCALE_BLOCK}
+        threads = _row_launch.SCALE_THREADS
+        yield _row_variant("K3", scale, threads, constexprs, dtype, ("grad_ptr",), any_address=True)
+
+
+VARIANTS: tuple[Variant, ...] = (
+    *_ratio_sums(),
+    *_token_loss(),
+    *_scale_grad(),
+    *_finish(),
+    *_sweeps(),
+    *_around_sweeps(),
+)

@@ -92,9 +92,7 @@ def token_loss(
     options: dict[str, Any] = tokens._asdict()
     for name in ("behavior_log_probs", "advantages", "mask"):
         del options[name]
-    return p3o_loss(
-        log_probs, behavior, advantages, mask, entropy=entropy, process_group=ess_process_group, **options
-    )
+    return p3o_loss(log_probs, behavior, advantages, mask, entropy=entropy, process_group=ess_process_group, **options)
 
 
 def gradient_scale(tokens: TokenArguments) -> Tensor:

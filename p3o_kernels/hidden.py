@@ -168,22 +168,9 @@ def p3o_loss_from_hidden(
     check_layer(hidden, weight, bias, labels, mask)
     _check_memory(hidden, weight, mask, workspace_bytes, valid_tokens, main_grad)
     tokens = TokenArguments(
-        behavior_log_probs,
-        advantages,
-        mask,
-        cu_seqlens,
-        context,
-        reduction,
-        num_tokens,
-        kl_mode,
-        clip_low,
-        clip_high,
-        ref_log_probs,
-        ref_kl_coef,
-        entropy_coef,
-        validate,
-        backend,
-    )
+        behavior_log_probs, advantages, mask, cu_seqlens, context, reduction, num_tokens, kl_mode, clip_low, clip_high,
+        ref_log_probs, ref_kl_coef, entropy_coef, validate, backend,
+    )  # fmt: skip
     _vocabulary.check_count("hidden", hidden, tokens)
     _vocabulary.check(tokens, ess_process_group)
     rows = _vocabulary.row_arguments(hidden, labels, mask, temperature, softcap)

@@ -146,22 +146,9 @@ def p3o_loss_from_logits(
     check_logits(logits, labels, mask)
     check_in_place(logits, inplace_backward)
     tokens = TokenArguments(
-        behavior_log_probs,
-        advantages,
-        mask,
-        cu_seqlens,
-        context,
-        reduction,
-        num_tokens,
-        kl_mode,
-        clip_low,
-        clip_high,
-        ref_log_probs,
-        ref_kl_coef,
-        entropy_coef,
-        validate,
-        backend,
-    )
+        behavior_log_probs, advantages, mask, cu_seqlens, context, reduction, num_tokens, kl_mode, clip_low, clip_high,
+        ref_log_probs, ref_kl_coef, entropy_coef, validate, backend,
+    )  # fmt: skip
     _vocabulary.check_count("logits", logits, tokens)
     _vocabulary.check(tokens, ess_process_group)
     rows = _vocabulary.row_arguments(logits, labels, mask, temperature, softcap)

@@ -99,7 +99,7 @@ def p3o_loss(
             With ``process_group`` every rank raises.
         TypeError: a wrong dtype or type.
     """
-    named = {"log_probs": log_probs, "behavior_log_probs": behavior_log_probs}
+    named: dict[str, Tensor | None] = {"log_probs": log_probs, "behavior_log_probs": behavior_log_probs}
     named |= {"ref_log_probs": ref_log_probs, "entropy": entropy}
     _checks.check_tokens(named, advantages, mask, cu_seqlens)
     numbers = {

@@ -154,9 +154,7 @@ def p3o_loss_from_logits(
     **options: Any,
 ) -> P3OOutput:
     """``p3o_loss`` of ``token_log_probs``; ``options`` are those of ``p3o_loss``."""
-    made = token_log_probs(
-        logits, labels, mask=mask, temperature=temperature, softcap=softcap, return_entropy=True
-    )
+    made = token_log_probs(logits, labels, mask=mask, temperature=temperature, softcap=softcap, return_entropy=True)
     log_probs, entropy = made
     wanted = entropy if return_entropy or entropy_coef else None
     return p3o_loss(
