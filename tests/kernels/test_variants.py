@@ -8,11 +8,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from p3o_kernels import ESSContext, P3OOutput, RatioStats, _backend, _launch, p3o_loss, ratio_stats
+from p3o_kernels import (
+    ESSContext,
+    P3OOutput,
+    RatioStats,
+    _backend,
+    _launch,
+    linear_log_probs,
+    p3o_loss,
+    p3o_loss_from_hidden,
+    p3o_loss_from_logits,
+    ratio_stats,
+    token_log_probs,
+)
 from p3o_kernels._variants import VARIANTS, Variant
 
 T, B = 40, 3
+ROWS, VOCAB, HIDDEN = 8, 24, 8
 POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.float64: "*fp64",
     torch.int32: "*i32",
@@ -26,8 +41,7 @@ class Launch(NamedTuple):
 
     function: str
     constexprs: frozenset[tuple[str, Any]]
-    pointers: tuple[tuple[str, str], ...]
-    unaligned: tuple[str, ...]
+    pointers: frozenset[tuple[str, str]]
     threads: int
 
 
@@ -36,6 +50,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.launches: set[Launch] = set()
+        self.unaligned: set[tuple[str, str]] = set()
         self.arguments: list[tuple[Any, dict[str, Any], dict[str, Any], int]] = []
 
     def __call__(self, kernel: Any, programs: int, threads: int, arguments: dict[str, Any], **constexprs: Any) -> None:
@@ -45,11 +60,11 @@ class Recorder:
             Launch(
                 kernel.__name__,
                 frozenset(constexprs.items()),
-                tuple((name, POINTERS[value.dtype]) for name, value in tensors.items()),
-                tuple(name for name, value in tensors.items() if value.data_ptr() % 16),
+                frozenset((name, POINTERS[value.dtype]) for name, value in tensors.items()),
                 threads,
             )
         )
+        self.unaligned |= {(kernel.__name__, name) for name, value in tensors.items() if value.data_ptr() % 16}
         self.arguments.append((kernel, arguments, constexprs, threads))
 
 
@@ -62,9 +77,12 @@ def recorder(monkeypatch):
 
 
 def listed(variant: Variant) -> Launch:
-    pointers = tuple((name, kind) for name, kind in variant.signature.items() if kind.startswith("*"))
-    unaligned = tuple(name for name, _ in pointers if name not in variant.divisible_by_16)
-    return Launch(variant.function, frozenset(variant.constexprs.items()), pointers, unaligned, variant.threads)
+    pointers = frozenset((name, kind) for name, kind in variant.signature.items() if kind.startswith("*"))
+    return Launch(variant.function, frozenset(variant.constexprs.items()), pointers, variant.threads)
+
+
+LISTED = set(map(listed, VARIANTS))
+ALIGNED = {(variant.function, name) for variant in VARIANTS for name in variant.divisible_by_16}
 
 
 def layouts(values: Tensor) -> dict[str, Tensor]:
@@ -122,22 +140,110 @@ def run_public_calls(layout: str) -> None:
     RatioStats.from_vector(vector).to_context(validate=False)
 
 
+def matrix(layout: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """A leaf's view: rows on 16-byte boundaries; rows anywhere; entries of a row apart."""
+    leaf = torch.randn(rows + 1, columns + 3).to(dtype).requires_grad_()
+    if layout == "aligned":
+        return leaf.flatten()[: rows * columns].view(rows, columns)
+    if layout == "shifted":
+        return leaf[1:, 1 : columns + 1]
+    return leaf.flatten()[: rows * columns].view(columns, rows).t()
+
+
+def row_options(layout: str, masked: bool, per_row: bool, softcap: bool) -> dict[str, Any]:
+    return {
+        "mask": layouts(torch.arange(ROWS) != 2)[layout] if masked else None,
+        "temperature": layouts(torch.full((ROWS,), 0.7))[layout] if per_row else 0.7,
+        "softcap": 30.0 if softcap else None,
+    }
+
+
+def run_log_probs(layout: str, function: Any, *matrices: Tensor, **options: Any) -> None:
+    """With the gradients that a sum sends, of stride 0, and with others; of the entropy, too."""
+    for kind, ones in itertools.product((torch.int64, torch.int32), (True, False)):
+        labels = layouts(torch.arange(ROWS, dtype=kind))[layout]
+        out = function(*matrices, labels, return_entropy=not ones, **options)
+        if ones:
+            out.sum().backward()
+        elif kind == torch.int64:
+            torch.autograd.backward(out, [layouts(torch.randn(ROWS))[layout] for _ in out])
+        else:
+            out[1].sum().backward()  # none of the log-probabilities
+
+
+def token_arguments(layout: str, sequences: bool, terms: bool) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """Positional and named arguments of a loss, of ROWS tokens."""
+    behavior, advantages, reference = (layouts(torch.randn(ROWS))[layout] for _ in range(3))
+    if sequences:
+        advantages = layouts(torch.randn(B))[layout]
+    cu_seqlens = layouts(torch.tensor([0, 3, 3, ROWS], dtype=torch.int32))[layout]
+    named = {"cu_seqlens": cu_seqlens if sequences else None, "ref_log_probs": reference if terms else None}
+    return (behavior, advantages), named | {"ref_kl_coef": 0.1 * terms, "entropy_coef": 0.01 * terms}
+
+
+def run_row_loss(layout: str, function: Any, matrices: list[Tensor], given: bool, terms: bool, **options: Any) -> None:
+    ess = scalar(layout, torch.float64)
+    tensors, named = token_arguments(layout, sequences=given, terms=terms)
+    labels = layouts(torch.arange(ROWS))[layout]
+    loss = function(
+        *matrices,
+        labels,
+        *tensors,
+        **named,
+        context=ESSContext(ess, ess, ess, ess, ess) if given else None,
+        validate=False,
+        **options,
+    ).loss
+    (loss if loss.dim() == 0 else loss.sum()).backward()
+
+
+def run_row_calls(layout: str) -> None:
+    """Everything that takes logits or makes them; in tiles of a few, so that partials of the vocabulary are joined."""
+    small = {"workspace_bytes": 256}
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    for dtype, masked, flag, softcap in itertools.product(dtypes, *[(False, True)] * 3):
+        options = row_options(layout, masked, flag, softcap)
+        in_place = {"inplace_backward": flag and layout != "strided"}
+
+        def logits(dtype: torch.dtype = dtype) -> Tensor:
+            return matrix(layout, ROWS, VOCAB, dtype)
+
+        def layer(dtype: torch.dtype = dtype) -> list[Tensor]:
+            return [matrix(layout, ROWS, HIDDEN, dtype), matrix(layout, VOCAB, HIDDEN, dtype)]
+
+        run_log_probs(layout, lambda *given, **named: token_log_probs(*given, **named), logits(), **options)
+        run_log_probs(layout, linear_log_probs, *layer(), **options, **(small if flag else {}))
+        for given, terms in itertools.product((False, True), repeat=2):
+            reduction = {"reduction": "sum" if masked else "mean"}
+            run_row_loss(layout, p3o_loss_from_logits, [logits()], given, terms, **options, **in_place, **reduction)
+            run_row_loss(layout, p3o_loss_from_hidden, layer(), given, terms, **options, **(small if terms else {}))
+
+
 @pytest.mark.parametrize("layout", ["aligned", "shifted", "strided"])
-def test_launches_use_only_listed_variants(recorder, layout):
-    run_public_calls(layout)
-    assert recorder.launches - set(map(listed, VARIANTS)) == set()
+@pytest.mark.parametrize("run", [run_public_calls, run_row_calls])
+def test_launches_use_only_listed_variants(recorder, layout, run):
+    run(layout)
+    assert recorder.launches - LISTED == set()
+    assert recorder.unaligned & ALIGNED == set()
+
+
+def test_row_kernels_take_logits_where_they_are(recorder):
+    run_row_calls("shifted")
+    assert {("row_stats_kernel", "logits_ptr"), ("row_grad_kernel", "out_ptr")} <= recorder.unaligned
 
 
 def test_no_token_at_all_uses_only_listed_variants(recorder):
     empty = torch.empty(0)
     for reduction in ("none", "mean"):
         p3o_loss(empty, empty, empty, empty.bool(), reduction=reduction, validate=False)
-    assert recorder.launches - set(map(listed, VARIANTS)) == set()
+    token_log_probs(torch.empty(0, VOCAB), torch.empty(0, dtype=torch.long))
+    assert recorder.launches - LISTED == set()
 
 
 def test_every_listed_variant_is_launched(recorder):
     run_public_calls("aligned")
-    assert set(map(listed, VARIANTS)) - recorder.launches == set()
+    run_row_calls("aligned")
+    assert LISTED - recorder.launches == set()
 
 
 def test_names_are_unique():
@@ -160,6 +266,8 @@ def test_triton_would_specialise_launches_as_listed(recorder):
     from triton.runtime.jit import create_function_from_signature
 
     run_public_calls("shifted")
+    for layout in ("aligned", "shifted"):  # an address that happens to be aligned must not make another variant
+        run_row_calls(layout)
     backend = make_backend(GPUTarget("cuda", 90, 32))
     wanted = {
         (v.function, tuple((kind, "D" * (name in v.divisible_by_16)) for name, kind in v.signature.items()))
