@@ -8,7 +8,7 @@ from torch import Tensor
 
 COLUMN_MULTIPLE = 64  # keeps every piece but the last on a boundary that GEMMs like
 ROW_MULTIPLE = 16
-MIN_COLUMNS = 1024  # narrower pieces starve a GEMM: then tokens are cut as well
+MIN_COLUMNS = 1024  # narrower pieces starve a GEMM: then tokens are cut as well, to ROW_MULTIPLE at the least
 
 
 class Tiles(NamedTuple):
@@ -34,7 +34,7 @@ def vocabulary_tiles(tokens: int, vocab: int, itemsize: int, budget: int) -> Til
     if columns >= min(vocab, MIN_COLUMNS):
         return Tiles(tokens, _pieces(vocab, columns, COLUMN_MULTIPLE))
     columns = min(vocab, MIN_COLUMNS)
-    return Tiles(_pieces(tokens, max(budget // (columns * itemsize), 1), ROW_MULTIPLE), columns)
+    return Tiles(_pieces(tokens, max(budget // (columns * itemsize), ROW_MULTIPLE), ROW_MULTIPLE), columns)
 
 
 def token_tiles(tokens: int, vocab: int, itemsize: int, budget: int) -> Tiles:
