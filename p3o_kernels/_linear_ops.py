@@ -12,7 +12,7 @@ from p3o_kernels import _linear
 from p3o_kernels._dense import dense, dense_or_none
 from p3o_kernels._inputs import LossOptions, TokenInputs
 from p3o_kernels._linear import Layer, LayerGrads
-from p3o_kernels._row_ops import fake_values, implementation, make_rows
+from p3o_kernels._row_ops import arrived_gradients, fake_values, implementation, make_rows
 from p3o_kernels._rows import PARTIAL_SIZE, RowGrads, Rows, RowValues
 from p3o_kernels._tiles import valid_rows
 
@@ -209,8 +209,7 @@ def _backward(ctx: Any, log_probs_grad: Tensor | None, entropy_grad: Tensor | No
     if log_probs_grad is None and entropy_grad is None:
         return tuple(none)
     *inputs, normalizer, normalizer_low, entropy = ctx.saved_tensors
-    if log_probs_grad is None:
-        log_probs_grad = normalizer.new_zeros(1).expand(normalizer.shape)
+    log_probs_grad, entropy_grad = arrived_gradients(normalizer, log_probs_grad, entropy_grad)
     needed = list(ctx.needs_input_grad[:3])
     made = linear_grad(
         *inputs,
@@ -264,8 +263,8 @@ def linear_loss(
     rows = make_rows(labels, mask, row_temperature, temperature, softcap, 0, entropy)
     tokens = TokenInputs(
         behavior_log_probs,  # stands in for the log-probs that are to come
-        behavior_log_probs,
-        advantages,
+        dense(behavior_log_probs),
+        dense(advantages),
         None,
         dense_or_none(cu_seqlens),
         ess,

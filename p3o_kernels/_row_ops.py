@@ -166,6 +166,17 @@ def empty_grad(logits: Tensor, backend: str) -> Tensor:
     return implementation(backend).empty_like_rows(along_vocabulary(logits))
 
 
+def arrived_gradients(
+    like: Tensor, log_probs_grad: Tensor | None, entropy_grad: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """[T] gradients of lp, zeros when only H has one, and of H, None when H was not wanted."""
+    if entropy_grad is not None and entropy_grad.shape != like.shape:
+        entropy_grad = None
+    if log_probs_grad is None:
+        log_probs_grad = like.new_zeros(1).expand(like.shape)
+    return log_probs_grad, entropy_grad
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: _Four) -> None:
     logits, labels, mask, row_temperature = inputs[:4]
     ctx.options = inputs[5:8]
@@ -181,8 +192,7 @@ def _backward(ctx: Any, log_probs_grad: Tensor | None, entropy_grad: Tensor | No
     if log_probs_grad is None and entropy_grad is None:
         return tuple(none)
     logits, labels, mask, row_temperature, normalizer, normalizer_low, entropy = ctx.saved_tensors
-    if log_probs_grad is None:
-        log_probs_grad = normalizer.new_zeros(1).expand(normalizer.shape)
+    log_probs_grad, entropy_grad = arrived_gradients(normalizer, log_probs_grad, entropy_grad)
     arguments: tuple[Any, ...] = (labels, mask, row_temperature, normalizer, normalizer_low)
     arguments += (None if entropy_grad is None else entropy, log_probs_grad, entropy_grad)
     if ctx.in_place:

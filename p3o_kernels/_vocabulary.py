@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from p3o_kernels import _backend, _checks
-from p3o_kernels._dense import dense
 from p3o_kernels._row_checks import check_row_options
 from p3o_kernels.ess import ESSContext
 from p3o_kernels.loss import P3OOutput, p3o_loss
@@ -116,10 +115,10 @@ def loss_tensors(tokens: TokenArguments) -> tuple[Tensor, Tensor, Tensor | None,
     per_sequence = cu_seqlens is not None and advantages.shape == (cu_seqlens.numel() - 1,)
     reference = tokens.ref_log_probs
     return (
-        dense(tokens.behavior_log_probs.detach().float()),
-        dense(advantages.detach().float()),
+        tokens.behavior_log_probs.detach().float(),
+        advantages.detach().float(),
         cu_seqlens if per_sequence else None,
         tokens.context.ess,
-        None if reference is None else dense(reference.detach().float()),
+        None if reference is None else reference.detach().float(),
         gradient_scale(tokens),
     )
