@@ -8,12 +8,12 @@ def product(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
     """out = a @ b, or out += a @ b; ``out`` has the dtype of the factors or is float32."""
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, out=out) if accumulate else torch.mm(a, b, out=out)
-    elif a.is_cuda:
+    elif a.is_cuda and torch.cuda.get_device_capability(a.device) >= (8, 0):
         if accumulate:
             torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
         else:
             torch.mm(a, b, out_dtype=out.dtype, out=out)
-    else:  # CPU libraries round such a product to the dtype of its factors
+    else:  # CPUs and older GPUs round such a product to the dtype of its factors
         out.addmm_(a.to(out.dtype), b.to(out.dtype), beta=1.0 if accumulate else 0.0)
 
 

@@ -127,7 +127,7 @@ def row_grad(
     backend: str,
 ) -> Tensor:
     """dlogits [T, V]; ``entropy`` and its gradient come together or not at all."""
-    logits, out = _aligned(logits), empty_grad(logits, backend)
+    logits, out = _aligned(logits), _empty_grad(logits, backend)
     rows = make_rows(labels, mask, row_temperature, temperature, softcap, vocab_start, entropy is not None)
     values = RowValues(normalizer, normalizer if entropy is None else entropy, normalizer, normalizer_low)
     implementation(backend).row_grad(logits, out, rows, values, RowGrads(log_probs_grad, entropy_grad))
@@ -136,7 +136,7 @@ def row_grad(
 
 @row_grad.register_fake
 def _(logits: Tensor, *arguments: Any) -> Tensor:
-    return empty_grad(logits, arguments[-1])
+    return _empty_grad(logits, arguments[-1])
 
 
 @torch.library.custom_op("p3o::row_grad_", mutates_args=("logits",))
@@ -161,9 +161,19 @@ def row_grad_(
     implementation(backend).row_grad(logits, logits, rows, values, RowGrads(log_probs_grad, entropy_grad))
 
 
-def empty_grad(logits: Tensor, backend: str) -> Tensor:
-    """Room for dlogits, laid out as the backend wants it."""
+def _empty_grad(logits: Tensor, backend: str) -> Tensor:
     return implementation(backend).empty_like_rows(along_vocabulary(logits))
+
+
+@torch.library.custom_op("p3o::empty_grad", mutates_args=())
+def empty_grad(logits: Tensor, backend: str) -> Tensor:
+    """Room for dlogits, laid out as the backend wants it: an operator, because it looks at the storage."""
+    return _empty_grad(logits, backend)
+
+
+@empty_grad.register_fake
+def _(logits: Tensor, backend: str) -> Tensor:
+    return _empty_grad(logits, backend)
 
 
 def arrived_gradients(

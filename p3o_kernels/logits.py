@@ -166,7 +166,7 @@ def _formed_with_the_loss(
 ) -> P3OOutput:
     """Kernel K1K3, then K2 on its log-probs."""
     source = None if in_place else logits.detach()
-    out = logits.detach() if in_place else _row_ops.empty_grad(logits, "triton")
+    out = logits.detach() if in_place else _row_ops.empty_grad(logits.detach(), "triton")
     log_probs, entropy = _row_ops.row_loss_(
         out,
         source,

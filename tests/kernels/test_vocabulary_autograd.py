@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from p3o_kernels import _linear, linear_log_probs, p3o_loss_from_hidden, p3o_loss_from_logits, token_log_probs
+from tests.conftest import lane
 from tests.kernels.rows import normal, row_case
 from tests.kernels.test_vocabulary_loss import T, case, frozen, run
 
@@ -114,6 +115,8 @@ def test_frozen_weight_leaves_the_gradient_of_hidden_unchanged(place, context):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_main_grad_adds_up_over_micro_batches(place, context, dtype):
+    if dtype != torch.float32 and lane() == "sanitize":
+        pytest.skip("its tensors say that they are on CUDA, but there is no cuBLAS to sum in float32")
     main_grad = torch.full((37, 8), 0.5, device=place.device)
     hidden, weight = layer(place, dtype=dtype)
     tokens, options = arguments(place, context)
