@@ -47,7 +47,7 @@ def build(launch: Mapping[str, Any]) -> CompiledKernel:
 
 
 def inspect(launch: Mapping[str, Any]) -> dict[str, Any]:
-    """Registers, spilled bytes and memory instructions of one launch; on NVIDIA also instructions per token."""
+    """Registers, spilled bytes and memory instructions of one launch; on NVIDIA also instructions per element."""
     assembly = build(launch).asm
     if isinstance(launch["arch"], str):
         return _inspect_amd(assembly["amdgcn"])
@@ -82,13 +82,25 @@ def _inspect_nvidia(cubin: bytes, launch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _per_element(code: list[sass.Instruction], launch: Mapping[str, Any]) -> dict[str, Any]:
-    """Of ``sass.block_path``; nothing for a launch without [T] arguments."""
-    if not launch["reads"]:
-        return {f"{unit}_per_element": None for unit in _UNITS} | {"block_memory": {}}
-    path = sass.block_path(code)
-    elements = launch["block"] / (32 * launch["num_warps"])
+    """Of ``_block``: for a token, or for a logit, summed over the sweeps of its row; nothing where that is empty."""
+    path, hot_loops = _block(code, launch)
     counts = {unit: sum(bool(regex.match(entry.opcode)) for entry in path) for unit, regex in _UNITS.items()}
-    return {f"{unit}_per_element": count / elements for unit, count in counts.items()} | {"block_memory": _memory(path)}
+    elements = launch["block"] / (32 * launch["num_warps"])
+    per_element = {f"{unit}_per_element": count / elements if path else None for unit, count in counts.items()}
+    return per_element | {"block_memory": _memory(path), "hot_loops": hot_loops}
+
+
+def _block(code: list[sass.Instruction], launch: Mapping[str, Any]) -> tuple[list[sass.Instruction], int]:
+    """What a thread executes for a whole block, and the number of hot loops.
+
+    Empty for a launch that reads sums only, and where hot loops do not match the sweeps: a part would look cheap.
+    """
+    if not launch["sweeps"]:
+        return sass.block_path(code) if launch["reads"] else [], 0
+    hot_loops = sass.hot_loops(code)
+    if len(hot_loops) != launch["sweeps"]:
+        return [], len(hot_loops)
+    return [instruction for loop in hot_loops for instruction in loop], len(hot_loops)
 
 
 def _memory(code: Iterable[sass.Instruction]) -> dict[str, int]:

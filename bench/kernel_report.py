@@ -33,7 +33,7 @@ def entry(launch: dict[str, Any]) -> dict[str, Any]:
         measured = launch | compiled.inspect(launch)
     except Exception as error:
         raise RuntimeError(f"{launch['variant']} does not compile for {launch['arch']}") from error
-    measured["bytes_per_token"] = roofline.bytes_per_token(launch)
+    measured["bytes_per_element"] = roofline.bytes_per_element(launch)
     return measured | {"roofline": roofline.bounds(measured)}
 
 
@@ -56,7 +56,7 @@ def report(made: list[dict[str, Any]]) -> dict[str, Any]:
         "triton": triton.__version__,
         "bound": BOUND,
         "devices": {name: asdict(device) for name, device in roofline.DEVICES.items()},
-        "budgets": {role: asdict(budget) for role, budget in BUDGETS.items()},
+        "budgets": {name: asdict(budget) for name, budget in BUDGETS.items()},
         "kernels": made,
     }
 
@@ -64,14 +64,14 @@ def report(made: list[dict[str, Any]]) -> dict[str, Any]:
 def row(entry: dict[str, Any]) -> str:
     wide = sum(count for name, count in entry["memory"].items() if name.endswith((".128", "dwordx4")))
     cells = [
-        f"{entry['role']:3} {entry['variant']:56} {entry['arch']!s:>6} {entry['registers']:4d}",
-        f"{entry['spill_bytes']:5d} {wide:4d} {entry['bytes_per_token']:6d}",
+        f"{entry['role']:4} {entry['variant']:56} {entry['arch']!s:>6} {entry['registers']:4d}",
+        f"{entry['spill_bytes']:5d} {wide:4d} {entry['bytes_per_element']:6d}",
     ]
     for unit in ("sass", "fp64", "conversion", "mufu"):
         value = entry.get(f"{unit}_per_element")
-        cells.append("     -" if value is None else f"{value:6.1f}")
+        cells.append("     -" if value is None else f"{value:6.2f}")
     bounds = entry["roofline"].items()
-    limits = (f"{name} {bound['us_per_million_tokens']:.2f} {bound['limited_by']}" for name, bound in bounds)
+    limits = (f"{name} {bound['us_per_million_elements']:.2f} {bound['limited_by']}" for name, bound in bounds)
     return " ".join([*cells, " ", ", ".join(limits)]).rstrip()
 
 
@@ -80,9 +80,10 @@ def main() -> int:
     made = entries(launches)
     OUTPUT.parent.mkdir(parents=True, exist_ok=True)
     OUTPUT.write_text(json.dumps(report(made), indent=1) + "\n")
-    print("per thread: registers, spilled bytes; per kernel: 128-bit loads and stores; per token: bytes, instructions")
-    print(f"last column, us per 1M tokens: {BOUND}")
-    print(f"{'':3} {'variant':56} {'arch':>6} regs spill wide  bytes   sass   fp64   conv   mufu")
+    print("per thread: registers, spilled bytes; per kernel: 128-bit loads, stores; per element: bytes, instructions")
+    print("an element is a token, or in K1, K3 and K1K3, which stream [T, V] logits, one logit")
+    print(f"last column, us per 1M elements: {BOUND}")
+    print(f"{'':4} {'variant':56} {'arch':>6} regs spill wide  bytes   sass   fp64   conv   mufu")
     for made_now in made:
         print(row(made_now))
     broken = [sentence for made_now in made for sentence in violations(made_now)]

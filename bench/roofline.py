@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-TOKENS = 1_000_000
+ELEMENTS = 1_000_000
 _SIZES = {"*fp64": 8, "*fp32": 4, "*bf16": 2, "*fp16": 2, "*u8": 1}
 
 
@@ -36,14 +36,14 @@ DEVICES = {
 }
 
 
-def bytes_per_token(launch: Mapping[str, Any]) -> int:
-    """Device-memory traffic when every [T] argument crosses once; a second sweep hits the cache."""
+def bytes_per_element(launch: Mapping[str, Any]) -> int:
+    """Device-memory traffic of a token or a logit when every argument crosses once; a second sweep hits the cache."""
     return sum(_SIZES[launch["signature"][name]] for name in (*launch["reads"], *launch["writes"]))
 
 
 def bounds(entry: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Microseconds per million tokens on each GPU of the entry's architecture, and what limits it."""
-    if not entry["bytes_per_token"]:
+    """Microseconds per million tokens or logits on each GPU of the entry's architecture, and what limits it."""
+    if entry.get("sass_per_element") is None:
         return {}
     return {name: _bound(entry, device) for name, device in DEVICES.items() if device.arch == entry["arch"]}
 
@@ -52,10 +52,10 @@ def _bound(entry: Mapping[str, Any], device: Device) -> dict[str, Any]:
     per_second = device.multiprocessors * device.clock
     special = entry["mufu_per_element"] + entry["conversion_per_element"]
     seconds = {
-        "memory": entry["bytes_per_token"] / device.bandwidth,
+        "memory": entry["bytes_per_element"] / device.bandwidth,
         "issue": entry["sass_per_element"] / (device.issue_rate * per_second),
         "fp64": entry["fp64_per_element"] / (device.fp64_rate * per_second),
         "special": special / (device.special_rate * per_second),
     }
     limit = max(seconds, key=lambda name: seconds[name])
-    return {"us_per_million_tokens": round(seconds[limit] * TOKENS * 1e6, 3), "limited_by": limit}
+    return {"us_per_million_elements": round(seconds[limit] * ELEMENTS * 1e6, 3), "limited_by": limit}

@@ -1,11 +1,18 @@
-"""Which instructions of a disassembled kernel a thread executes for one whole block of tokens.
+"""Which instructions of a disassembled kernel a thread executes for one whole block, of tokens or of a row of logits.
 
-Loops are found by their backward branches. The outermost ones run over blocks, and each is counted once (a
-kernel without loops is taken whole). Left out are
+Loops are found by their backward branches. In a kernel over tokens the outermost ones run over blocks, and each is
+counted once (a kernel without loops is taken whole). Left out are
 
     loops inside them: their trip count is data (the search for the sequence of a token), and
     stretches that a branch skips, or that follow a conditional EXIT, and that touch global memory in pieces
     under 128 bits only: the masked tail of the last block, or what a block inside one sequence need not gather.
+
+In a kernel over rows the loops that load 128 bits from global memory run over whole blocks of logits, one such loop
+for each time the row is walked, and each is counted whole: a branch inside it leaves nothing out, and loops that
+overlap are one. Left out is what runs once a row or not for these logits: the loop over the rest of a row, before the
+first aligned column and after the last whole block, which loads less than 128 bits at a time; the loop that writes
+zeros where a row has no gradient, which loads nothing; and the code for the label, outside loops. A loop over whole
+blocks that loses its wide loads is no longer found, so the number of loops that are found is part of the budget.
 """
 
 import re
@@ -58,6 +65,22 @@ def _is_inside(loop: range, other: range) -> bool:
 def _is_narrow(code: list[Instruction]) -> bool:
     touched = [instruction.opcode for instruction in code if instruction.opcode.startswith(("LDG", "STG"))]
     return bool(touched) and not any(".128" in opcode for opcode in touched)
+
+
+def hot_loops(code: list[Instruction]) -> list[list[Instruction]]:
+    """What one thread executes for its logits of one whole block, each time that a row is walked."""
+    regions: list[range] = []
+    for loop in loops(code):
+        if regions and loop.start < regions[-1].stop:
+            before = regions.pop()
+            loop = range(before.start, max(before.stop, loop.stop))
+        regions.append(loop)
+    bodies = [[code[position] for position in region] for region in regions]
+    return [body for body in bodies if any(_is_wide_load(instruction) for instruction in body)]
+
+
+def _is_wide_load(instruction: Instruction) -> bool:
+    return instruction.opcode.startswith("LDG") and ".128" in instruction.opcode
 
 
 def block_path(code: list[Instruction]) -> list[Instruction]:

@@ -22,7 +22,7 @@ from p3o_kernels._eager import token_advantages
 from p3o_kernels._gemm import linear, product
 from p3o_kernels._inputs import LossOptions, TokenInputs
 from p3o_kernels._rows import RowBackend, RowGrads, Rows, RowValues
-from p3o_kernels._tiles import ROW_MULTIPLE, Tiles, ranges, token_tiles, vocabulary_tiles
+from p3o_kernels._tiles import ROW_MULTIPLE, RowIndex, Tiles, ranges, token_tiles, vocabulary_tiles
 
 
 class Layer(NamedTuple):
@@ -103,6 +103,8 @@ def gradients(
         workspace_bytes -= min(4 * hidden.numel() * needed[0], workspace_bytes // 2)
     tiles = vocabulary_tiles(tokens, vocab, itemsize, workspace_bytes)
     workspace = Workspace(layer, tiles)
+    # dz is 0 in a masked row, but 0 times a NaN that is parked there is not
+    clean = masked_rows(hidden, rows.mask) if needed[1] else hidden
     whole = tiles.columns == vocab
     hidden_sum = torch.empty_like(hidden, dtype=hidden.dtype if whole else sum_dtype(weight)) if needed[0] else None
     weight_grad = torch.empty_like(weight) if needed[1] and main_grad is None else None
@@ -116,14 +118,21 @@ def gradients(
             if hidden_sum is not None:
                 product(hidden_sum[some], tile, weight[columns], accumulate=columns.start > 0)
             if target is not None:
-                product(target, tile.t(), hidden[some], accumulate=main_grad is not None or some.start > 0)
+                product(target, tile.t(), clean[some], accumulate=main_grad is not None or some.start > 0)
             if bias_grad is not None:
                 bias_grad[columns] += tile.sum(0, dtype=bias_grad.dtype)
         if weight_grad is not None and target is not None and target.dtype != weight_grad.dtype:
             weight_grad[columns] = target.to(weight_grad.dtype)
-    del workspace
+    if weight_grad is not None and tokens == 0:
+        weight_grad.zero_()
+    del workspace, clean
     hidden_grad = None if hidden_sum is None else hidden_sum.to(hidden.dtype)
     return LayerGrads(hidden_grad, weight_grad, None if bias_grad is None else bias_grad.to(weight.dtype))
+
+
+def masked_rows(hidden: Tensor, mask: Tensor | None) -> Tensor:
+    """``hidden`` with zeros in masked rows: a copy where there may be such rows."""
+    return hidden if mask is None else hidden.masked_fill(~mask[:, None], 0.0)
 
 
 def _weight_target(weight_grad: Tensor | None, main_grad: Tensor | None, columns: slice, row_tiles: int) -> Tensor:
@@ -145,7 +154,7 @@ def forms_gradients_forward(layer: Layer, tokens: int, weight_needed: bool, work
 def loss_gradients(
     layer: Layer,
     rows: Rows,
-    index: Tensor | None,
+    index: RowIndex | None,
     tokens: TokenInputs,
     options: LossOptions,
     scale: Tensor,
@@ -155,12 +164,12 @@ def loss_gradients(
 ) -> tuple[Tensor, Tensor, LayerGrads]:
     """lp, H ([0] when not wanted) and the gradients of the loss, with e given.
 
-    ``index`` names the rows to compute, T where it is padded; rows of lp and H that it leaves out stay as they are
-    made here: NaN where they are valid, so that a count that was too small shows as invalid data.
+    Rows of lp and H that ``index`` leaves out stay as they are made here: NaN where they are valid, so that a count
+    that was too small shows as invalid data.
     """
     hidden, weight, _ = layer
     num_rows, vocab = hidden.shape[0], weight.shape[0]
-    count = num_rows if index is None else index.numel()
+    count = num_rows if index is None else index.rows.numel()
     tiles = token_tiles(count, vocab, hidden.element_size(), workspace_bytes)
     workspace = Workspace(layer, tiles)
     log_probs, entropy = spread(rows, index, num_rows), spread(rows, index, num_rows * rows.entropy)
@@ -182,7 +191,7 @@ def loss_gradients(
         elif hidden_grad is not None:
             hidden_grad[place] = tile @ weight
         if weight_grad is not None:
-            product(weight_grad, tile.t(), hidden[some], accumulate=done.start > 0)
+            product(weight_grad, tile.t(), masked_rows(hidden[some], part.mask), accumulate=done.start > 0)
         if bias_grad is not None:
             bias_grad += tile.sum(0, dtype=bias_grad.dtype)
     if weight_grad is not None and count == 0:
@@ -195,16 +204,18 @@ def loss_gradients(
     return log_probs[:num_rows], entropy[: num_rows * rows.entropy], grads
 
 
-def _place(rows: Rows, index: Tensor | None, done: slice, num_rows: int) -> tuple[slice | Tensor, slice | Tensor, Rows]:
+def _place(
+    rows: Rows, index: RowIndex | None, done: slice, num_rows: int
+) -> tuple[slice | Tensor, slice | Tensor, Rows]:
     """Where results of these entries of the index go, where their inputs are, and what belongs to these rows."""
     if index is None:
         return done, done, rows.part(done)
-    place = index[done]
+    place = index.rows[done]
     some = place.clamp_max(num_rows - 1)  # the padding reads the last row, masked
-    return place, some, rows.part(some, place < num_rows)
+    return place, some, rows.part(some, index.mask(place, num_rows))
 
 
-def spread(rows: Rows, index: Tensor | None, size: int) -> Tensor:
+def spread(rows: Rows, index: RowIndex | None, size: int) -> Tensor:
     """[size] float32 for values of all rows; with an index, one more for its padding, and NaN on valid rows."""
     if index is None or size == 0:
         return rows.labels.new_empty(size, dtype=torch.float32)

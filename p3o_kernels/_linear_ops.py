@@ -14,25 +14,25 @@ from p3o_kernels._inputs import LossOptions, TokenInputs
 from p3o_kernels._linear import Layer, LayerGrads
 from p3o_kernels._row_ops import arrived_gradients, fake_values, implementation, make_rows
 from p3o_kernels._rows import PARTIAL_SIZE, RowGrads, Rows, RowValues
-from p3o_kernels._tiles import valid_rows
+from p3o_kernels._tiles import RowIndex, valid_rows
 
 _Three = tuple[Tensor, Tensor, Tensor]
 
 
-def _index(rows: Rows, valid_tokens: int) -> Tensor | None:
+def _index(rows: Rows, valid_tokens: int) -> RowIndex | None:
     return valid_rows(rows.mask, None if valid_tokens < 0 else valid_tokens)
 
 
-def _compact(layer: Layer, rows: Rows, index: Tensor | None) -> tuple[Layer, Rows]:
+def _compact(layer: Layer, rows: Rows, index: RowIndex | None) -> tuple[Layer, Rows]:
     """Only the rows of ``index``; its padding repeats the last row, masked."""
     if index is None:
         return layer, rows
     num_rows = layer.hidden.shape[0]
-    some = index.clamp_max(num_rows - 1)
-    return layer._replace(hidden=layer.hidden[some]), rows.part(some, index < num_rows)
+    some = index.rows.clamp_max(num_rows - 1)
+    return layer._replace(hidden=layer.hidden[some]), rows.part(some, index.mask(index.rows, num_rows))
 
 
-def _partials(layer: Layer, rows: Rows, index: Tensor | None, workspace_bytes: int, backend: str) -> Tensor:
+def _partials(layer: Layer, rows: Rows, index: RowIndex | None, workspace_bytes: int, backend: str) -> Tensor:
     """[parts, 4, T], neutral where the index leaves a row out, NaN if that row is valid."""
     num_rows = layer.hidden.shape[0]
     compact, some = _compact(layer, rows, index)
@@ -42,7 +42,7 @@ def _partials(layer: Layer, rows: Rows, index: Tensor | None, workspace_bytes: i
     spread = made.new_zeros((made.shape[0], PARTIAL_SIZE, num_rows + 1))
     if rows.mask is not None:
         spread[:, :, :num_rows].masked_fill_(rows.mask, torch.nan)
-    spread[:, :, index] = made
+    spread[:, :, index.rows] = made
     return spread[:, :, :num_rows].contiguous()
 
 
@@ -124,14 +124,14 @@ def compute_gradients(
     """Gradients over the valid rows; the others get zeros."""
     index, num_rows = _index(rows, valid_tokens), layer.hidden.shape[0]
     if index is not None:
-        some = index.clamp_max(num_rows - 1)
+        some = index.rows.clamp_max(num_rows - 1)
         values, grads = values.part(some), grads.part(some)
     compact, rows = _compact(layer, rows, index)
     made = _linear.gradients(compact, rows, values, grads, needed, main_grad, workspace_bytes, implementation(backend))
     if index is None or made.hidden is None:
         return made
     spread = made.hidden.new_zeros((num_rows + 1, made.hidden.shape[1]))
-    spread[index] = made.hidden
+    spread[index.rows] = made.hidden
     return made._replace(hidden=spread[:num_rows])
 
 

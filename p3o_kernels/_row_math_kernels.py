@@ -70,7 +70,7 @@ def _tanh(x):
 def capped(x, softcap, HAS_SOFTCAP: tl.constexpr):
     """softcap(z) of (6); -inf stays -inf, so that an excluded entry does not come back with logit -c."""
     if HAS_SOFTCAP:
-        return tl.where(x == float("-inf"), x, softcap * _tanh(x / softcap))
+        return tl.where(x == float("-inf"), x, softcap * _tanh(x * (1.0 / softcap)))
     return x
 
 
@@ -156,6 +156,6 @@ def softmax_grad(x, scale, high, softmax, slope, HAS_ENTROPY: tl.constexpr):
 def through_softcap(grad, x, softcap, HAS_SOFTCAP: tl.constexpr):
     """grad times d softcap(z) / dz = 1 - (softcap(z) / c)^2, from the capped value x; 0 at -inf."""
     if HAS_SOFTCAP:
-        curve = x / softcap
+        curve = x * (1.0 / softcap)
         return tl.where(x == float("-inf"), 0.0, grad * (1.0 - curve * curve))
     return grad

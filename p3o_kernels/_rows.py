@@ -30,8 +30,9 @@ class Rows:
     """Whether H is wanted."""
 
     def part(self, rows: slice | Tensor, mask: Tensor | None = None) -> Rows:
-        """Some of the rows, by a slice or an index; an index comes with the mask that belongs to it."""
-        mask = self.mask[rows] if mask is None and self.mask is not None else mask
+        """Some of the rows, by a slice or, with the mask that belongs to it, by an index of valid rows."""
+        if isinstance(rows, slice) and self.mask is not None:
+            mask = self.mask[rows]
         row_temperature = None if self.row_temperature is None else self.row_temperature[rows]
         return replace(self, labels=self.labels[rows], mask=mask, row_temperature=row_temperature)
 

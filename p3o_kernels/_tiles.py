@@ -47,16 +47,28 @@ def ranges(total: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, total))
 
 
-def valid_rows(mask: Tensor | None, valid_tokens: int | None) -> Tensor | None:
-    """Indices of the rows with mask True, or None: compute all of them.
+class RowIndex(NamedTuple):
+    """The rows that are worth computing."""
+
+    rows: Tensor
+    """int64, ascending; T where it is padded."""
+    padded: bool
+
+    def mask(self, rows: Tensor, num_rows: int) -> Tensor | None:
+        """[rows] bool: False in the padding; None without padding."""
+        return rows < num_rows if self.padded else None
+
+
+def valid_rows(mask: Tensor | None, valid_tokens: int | None) -> RowIndex | None:
+    """The rows with mask True, or None: compute all of them.
 
     The count decides the size of the GEMMs. Reading it from a GPU would wait for the GPU, so there it has to be
-    given as ``valid_tokens``; T pads the index where fewer rows are valid.
+    given as ``valid_tokens``; the index is padded where fewer rows are valid.
     """
     if mask is None:
         return None
     if valid_tokens is not None:
-        return torch.nonzero_static(mask, size=valid_tokens, fill_value=mask.numel())[:, 0]
+        return RowIndex(torch.nonzero_static(mask, size=valid_tokens, fill_value=mask.numel())[:, 0], padded=True)
     if mask.is_cuda or bool(mask.all()):
         return None
-    return mask.nonzero()[:, 0]
+    return RowIndex(mask.nonzero()[:, 0], padded=False)

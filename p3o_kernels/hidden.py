@@ -49,7 +49,7 @@ def linear_log_probs(
         temperature, softcap, return_entropy, backend: as in ``token_log_probs``.
         process_group: tensor-parallel group. One all_gather of 16 bytes a row forward; the gradient of ``hidden`` is
             summed over the group by one all_reduce backward, as Megatron's ColumnParallelLinear does, so the caller
-            must not reduce it again.
+            must not reduce it again (under sequence parallelism: gather hidden without a reduce-scatter backward).
         workspace_bytes: bound of what is held beside inputs and gradients: a tile of logits and, for half precision,
             the float32 sum of d(hidden).
         valid_tokens: the number of True entries of ``mask``, or an upper bound, when it is known on the host: GEMMs

@@ -4,11 +4,12 @@ The budgets are in ``bench.budgets``. Triton's cache makes every run but the fir
 """
 
 import json
+import re
 
 import pytest
 
-from bench import compiled
-from bench.budgets import ARCHITECTURES, violations
+from bench import compiled, sass
+from bench.budgets import ARCHITECTURES, BUDGETS, violations
 from bench.kernel_report import entry
 from bench.roofline import DEVICES
 from p3o_kernels import _backend
@@ -18,7 +19,21 @@ pytestmark = [
     pytest.mark.host_only,
     pytest.mark.skipif(_backend.INTERPRETED, reason="interpreted kernels cannot be compiled"),
 ]
-# the smallest and the largest form of every kernel
+TOKEN_VARIANTS = [variant.name for variant in VARIANTS if variant.role == "K2"]
+# forms that training runs, with budgets of their own
+ROW_VARIANTS = ["row_stats bf16", "row_stats bf16, has_entropy", "row_grad bf16", "row_loss bf16"]
+# of the others some, because each takes a second to compile: every kernel and dtype, without and with its options
+OTHER_ROW_VARIANTS = [
+    ("row_stats fp16", 80),
+    ("row_stats fp32, has_entropy, has_softcap", 90),
+    ("row_grad fp32", 90),
+    ("row_grad fp16, has_entropy, has_softcap", 80),
+    ("row_loss fp32, has_entropy", 90),
+    ("row_loss bf16, has_softcap", 80),
+    ("row_merge fp32, has_entropy", 90),
+    ("scale_rows bf16", 80),
+]
+# the smallest and the largest form of every kernel over tokens, and the sweeps of those over rows
 REPRESENTATIVE = [
     "ratio_sums has_mask",
     "token_loss",
@@ -26,6 +41,8 @@ REPRESENTATIVE = [
     "scale_grad per_token, has_entropy, has_mask",
     "context",
     "finish_loss",
+    "row_stats bf16, has_entropy",
+    "row_loss bf16",
 ]
 
 
@@ -51,13 +68,36 @@ def wasteful(function: str, block: int) -> dict[str, object]:
         "reads": ["x_ptr"],
         "writes": ["out_ptr"],
         "block": block,
+        "sweeps": 0,
     }
 
 
+def wasteful_row(function: str) -> dict[str, object]:
+    """A launch that takes the place of the plainest K3."""
+    pointers = {"logits_ptr": "*bf16", "out_ptr": "*bf16"}
+    changed = {
+        "module": "wasteful_kernels",
+        "function": function,
+        "signature": pointers | {"vocab": "i32", "BLOCK": "constexpr"},
+        "constexprs": {"BLOCK": 4096},
+        "divisible_by_16": list(pointers),
+    }
+    return variant("row_grad bf16").launch(90) | changed
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("name", [variant.name for variant in VARIANTS])
-def test_every_variant_keeps_its_budget(name, arch):
+@pytest.mark.parametrize("name", TOKEN_VARIANTS + ROW_VARIANTS)
+def test_variants_keep_their_budget(name, arch):
     assert violations(entry(variant(name).launch(arch))) == []
+
+
+@pytest.mark.parametrize(("name", "arch"), OTHER_ROW_VARIANTS)
+def test_other_forms_of_row_kernels_keep_registers_and_wide_memory_instructions(name, arch):
+    assert violations(entry(variant(name).launch(arch))) == []
+
+
+def test_every_budget_is_that_of_a_role_or_of_a_variant():
+    assert BUDGETS.keys() <= {variant.role for variant in VARIANTS} | {variant.name for variant in VARIANTS}
 
 
 @pytest.mark.parametrize("arch", [100, "gfx942"])
@@ -66,7 +106,7 @@ def test_other_targets_compile_with_wide_memory_instructions(name, arch):
     made = entry(variant(name).launch(arch))
     wide = sum(count for opcode, count in made["memory"].items() if opcode.endswith((".128", "dwordx4")))
     kinds = [made["signature"][argument] for argument in made["reads"] + made["writes"]]
-    assert wide >= kinds.count("*fp32")
+    assert wide >= sum(kind in ("*fp32", "*bf16") for kind in kinds)
     assert made["registers"] <= 128
 
 
@@ -86,11 +126,20 @@ def test_counts_are_those_of_one_whole_block():
 
 def test_bounds_cover_the_devices_of_the_architecture():
     made = entry(variant("token_loss has_mask").launch(90))
-    assert made["bytes_per_token"] == 17
+    assert made["bytes_per_element"] == 17
     assert made["roofline"].keys() == {"H100", "H200"}
     # 17 bytes a token through 4.8 TB/s
     at_least = 17e6 / DEVICES["H200"].bandwidth * 1e6
-    assert made["roofline"]["H200"]["us_per_million_tokens"] == pytest.approx(at_least, rel=1e-3)
+    assert made["roofline"]["H200"]["us_per_million_elements"] == pytest.approx(at_least, rel=1e-3)
+
+
+@pytest.mark.parametrize(("name", "size"), [("row_stats bf16", 2), ("row_grad bf16", 4), ("row_loss bf16", 4)])
+def test_bound_of_a_row_kernel_is_that_of_its_logits(name, size):
+    """Read once, the gradient written once: the second sweep of K1K3 finds its row in the cache."""
+    made = entry(variant(name).launch(90))
+    assert made["bytes_per_element"] == size
+    at_least = size * 1e6 / DEVICES["H200"].bandwidth * 1e6
+    assert made["roofline"]["H200"]["us_per_million_elements"] == pytest.approx(at_least, rel=1e-2)
 
 
 def test_masking_every_block_breaks_the_budget():
@@ -103,3 +152,45 @@ def test_masking_every_block_breaks_the_budget():
 def test_a_giant_tile_breaks_the_budget():
     found = violations(entry(wasteful("giant_tile_kernel", block=1 << 15)))
     assert any("registers is" in sentence for sentence in found)
+
+
+def test_masking_every_block_of_a_row_breaks_the_budget():
+    made = entry(wasteful_row("masked_row_kernel"))
+    assert violations(made) == ["row_grad bf16 on sm_90: 0 loops with LDG.E.128 where a row is walked 1 times"]
+    assert made["sass_per_element"] is None
+
+
+def test_a_second_exponential_of_each_logit_breaks_the_budget():
+    found = violations(entry(wasteful_row("two_powers_row_kernel")))
+    assert any("mufu_per_element is 2" in sentence for sentence in found)
+
+
+DAMAGE = {
+    "one more instruction a logit in every sweep": (
+        lambda text: re.sub(r"(.* LDG\.E\.128 .*\n)", r"\1" + 8 * "/*0000*/ FADD R0, R0, R0 ;\n", text),
+        "sass_per_element is",
+    ),
+    "one load in two halves": (
+        lambda text: re.sub(r"(.*)LDG\.E\.128(.*\n)", 2 * r"\1LDG.E.64\2", text, count=1),
+        "'LDG.E.64': 2",
+    ),
+    "a sweep with narrow loads": (
+        lambda text: re.sub(r"LDG\.E\.128", "LDG.E.64", text, count=2),
+        "loops with LDG.E.128 where",
+    ),
+    "a spill in a sweep": (
+        lambda text: re.sub(r"(.* LDG\.E\.128 .*\n)", r"\1/*0000*/ STL [R1], R2 ;\n", text, count=1),
+        "'STL': 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("name", ["row_stats bf16", "row_grad bf16", "row_loss bf16"])
+def test_a_worse_sweep_breaks_the_budget(monkeypatch, name, damage):
+    change, complaint = DAMAGE[damage]
+    parse = sass.parse
+    monkeypatch.setattr(sass, "parse", lambda text: parse(change(text)))
+    found = violations(entry(variant(name).launch(90)))
+    assert len(found) == 1
+    assert complaint in found[0]

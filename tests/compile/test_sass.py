@@ -31,6 +31,30 @@ STRAIGHT = """
         /*0040*/                   EXIT ;
         /*0050*/                   NOP;
 """
+ROW = """
+        /*0000*/              @!P0 LDG.E.U16 R4, desc[UR4][R2.64] ;
+.L_x_1:
+        /*0010*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0020*/               @P1 BRA `(.L_x_2) ;
+        /*0030*/                   MUFU.EX2 R4, R4 ;
+.L_x_2:
+        /*0040*/               @P2 BRA `(.L_x_1) ;
+.L_x_3:
+        /*0050*/              @!P3 LDG.E.U16 R4, desc[UR4][R2.64] ;
+        /*0060*/               @P2 BRA `(.L_x_3) ;
+        /*0070*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+.L_x_4:
+        /*0080*/                   LDG.E.128 R8, desc[UR4][R2.64] ;
+        /*0090*/                   STG.E.128 desc[UR4][R2.64], R8 ;
+        /*00a0*/               @P2 BRA `(.L_x_4) ;
+        /*00b0*/               @P4 EXIT ;
+.L_x_5:
+        /*00c0*/                   STG.E.128 desc[UR4][R2.64], RZ ;
+        /*00d0*/               @P2 BRA `(.L_x_5) ;
+        /*00e0*/                   EXIT ;
+.L_x_6:
+        /*00f0*/                   BRA `(.L_x_6);
+"""
 
 
 def opcodes(text: str) -> list[str]:
@@ -43,6 +67,26 @@ def test_loops_are_backward_branches():
 
 def test_tail_and_inner_loop_are_left_out():
     assert opcodes(LISTING) == ["LDG.E.128", "BRA", "FADD", "BRA", "DFMA", "BRA"]
+
+
+def row_opcodes(text: str) -> list[list[str]]:
+    return [[instruction.opcode for instruction in loop] for loop in sass.hot_loops(sass.parse(text))]
+
+
+def test_each_sweep_over_whole_blocks_of_a_row_is_a_hot_loop():
+    """Neither the label's load, nor the rest of the row, nor the zeros of a row without gradient."""
+    assert row_opcodes(ROW) == [["LDG.E.128", "BRA", "MUFU.EX2", "BRA"], ["LDG.E.128", "STG.E.128", "BRA"]]
+
+
+def test_a_sweep_without_wide_loads_is_no_hot_loop():
+    assert row_opcodes(ROW.replace("LDG.E.128 R4", "LDG.E.64 R4")) == [["LDG.E.128", "STG.E.128", "BRA"]]
+
+
+def test_code_that_jumps_back_into_a_hot_loop_belongs_to_it():
+    """What a compiler moves out of a loop's way, here behind the second sweep, is still executed."""
+    first, second = row_opcodes(ROW.replace("@P4 EXIT", "@P4 BRA `(.L_x_2)")), row_opcodes(ROW)[1]
+    assert len(first) == 1
+    assert first[0][-len(second) - 1 :] == [*second, "BRA"]
 
 
 def test_kernel_without_loop_counts_up_to_the_tail():

@@ -1,14 +1,9 @@
 """Micro-batch scope over a process group: real processes over Gloo."""
 
-import multiprocessing
-import os
-import queue
-import socket
-import traceback
-
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_all_ranks
 
 from p3o_kernels import p3o_loss, ratio_stats
 
@@ -28,39 +23,6 @@ def share(rank):
     return [tensor[part] for tensor in batch()]
 
 
-def run_rank(rank, port, results, task):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
-    try:
-        results.put((rank, task(rank), None))
-    except Exception:  # reported to the test, which fails with the text
-        results.put((rank, None, traceback.format_exc()))
-    finally:
-        dist.destroy_process_group()
-
-
-def on_all_ranks(task):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    processes = [context.Process(target=run_rank, args=(rank, port, results, task)) for rank in range(RANKS)]
-    for process in processes:
-        process.start()
-    try:
-        collected = [results.get(timeout=120) for _ in processes]
-    except queue.Empty:
-        pytest.fail("a rank did not answer: a collective is waiting for another")
-    finally:
-        for process in processes:
-            process.join(timeout=30)
-            process.kill()
-    errors = [error for _, _, error in collected if error]
-    assert not errors, errors[0]
-    return [value for _, value, _ in sorted(collected)]
-
-
 def loss_and_gradient(rank):
     log_probs, *rest = share(rank)
     log_probs.requires_grad_()
@@ -77,7 +39,7 @@ def test_two_ranks_equal_one_process():
     log_probs.requires_grad_()
     whole = p3o_loss(log_probs, *rest)
     whole.loss.backward()
-    first, second = on_all_ranks(loss_and_gradient)
+    first, second = on_all_ranks(loss_and_gradient, RANKS)
     assert first[2] == second[2] == pytest.approx(whole.context.ess.item(), rel=1e-13)
     assert first[3:] == second[3:]  # the same bits on every rank
     assert first[0] + second[0] == pytest.approx(whole.loss.item(), rel=1e-6)
@@ -105,7 +67,7 @@ def raise_then_go_on(rank):
 
 
 def test_every_rank_raises_and_the_group_stays_usable():
-    first, second = on_all_ranks(raise_then_go_on)
+    first, second = on_all_ranks(raise_then_go_on, RANKS)
     assert first[1] == second[1] == RANKS
     assert len(first[0]) == len(second[0]) == 2
     for text, other in zip(first[0], second[0], strict=True):
@@ -122,6 +84,6 @@ def no_token_on_one_rank(rank):
 
 
 def test_a_rank_without_tokens_takes_part():
-    first, second = on_all_ranks(no_token_on_one_rank)
+    first, second = on_all_ranks(no_token_on_one_rank, RANKS)
     assert first[0] == second[0] and first[2] > 0
     assert second[1:] == (0.0, 0.0)

@@ -24,15 +24,18 @@ def row_case(rows: int, vocab: int, device: str, dtype: torch.dtype = torch.floa
     }
 
 
-def run_rows(function: Any, case: dict[str, torch.Tensor], dtype: torch.dtype | None = None, **options: Any):
-    """lp, H and dlogits under gradients that differ from row to row."""
+def run_rows(
+    function: Any, case: dict[str, torch.Tensor], dtype: torch.dtype | None = None, entropy: bool = True, **options: Any
+) -> list[torch.Tensor]:
+    """lp, H if wanted, and dlogits under gradients that differ from row to row."""
     logits = case["logits"].detach().clone() if dtype is None else case["logits"].detach().to(dtype)
     logits = _with_layout_of(logits, case["logits"]).requires_grad_()
-    log_probs, entropy = function(logits, case["labels"], return_entropy=True, **options)
+    made = function(logits, case["labels"], return_entropy=entropy, **options)
+    values = list(made) if entropy else [made]
     rows = logits.shape[0]
-    weights = torch.stack([normal(rows, seed=1), normal(rows, seed=2)]).to(logits.device, log_probs.dtype)
-    torch.autograd.backward([log_probs, entropy], list(weights))
-    return log_probs.detach(), entropy.detach(), logits.grad
+    weights = [normal(rows, seed=1 + place).to(logits.device, value.dtype) for place, value in enumerate(values)]
+    torch.autograd.backward(values, weights)
+    return [*(value.detach() for value in values), logits.grad]
 
 
 def _with_layout_of(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -65,18 +68,19 @@ def assert_as_exact(value, truth, eager, rounding: float = 0.0) -> None:
 
 def compare_rows(place, case: dict[str, torch.Tensor], **options: Any) -> None:
     """Against the float64 reference, not worse than the reference in the logits' own dtype."""
-    values = run_rows(token_log_probs, case, backend=place.backend, **options)
-    truths = run_rows(reference.token_log_probs, case, torch.float64, **options)
-    plains = run_rows(reference.token_log_probs, case, **options)
-    for value, truth, plain in zip(values[:2], truths[:2], plains[:2], strict=True):
-        assert value.dtype == torch.float32
-        assert_as_exact(value, truth, plain)
-    grad, want, plain_grad = values[2], truths[2], plains[2]
-    assert grad.dtype == case["logits"].dtype
-    rounding = stored_rounding(place, grad.dtype)
-    assert_as_exact(grad, want, plain_grad, rounding)
-    # on its own, or the rounding of the label's entry would hide zeros everywhere else
-    assert_as_exact(*(off_target(tensor, case["labels"]) for tensor in (grad, want, plain_grad)), rounding)
+    for entropy in (False, True):
+        options["entropy"] = entropy
+        *values, grad = run_rows(token_log_probs, case, backend=place.backend, **options)
+        *truths, want = run_rows(reference.token_log_probs, case, torch.float64, **options)
+        *plains, plain_grad = run_rows(reference.token_log_probs, case, **options)
+        for value, truth, plain in zip(values, truths, plains, strict=True):
+            assert value.dtype == torch.float32
+            assert_as_exact(value, truth, plain)
+        assert grad.dtype == case["logits"].dtype
+        rounding = stored_rounding(place, grad.dtype)
+        assert_as_exact(grad, want, plain_grad, rounding)
+        # on its own, or the rounding of the label's entry would hide zeros everywhere else
+        assert_as_exact(*(off_target(tensor, case["labels"]) for tensor in (grad, want, plain_grad)), rounding)
 
 
 def stored_rounding(place, dtype: torch.dtype) -> float:

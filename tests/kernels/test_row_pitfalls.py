@@ -8,7 +8,7 @@ import torch
 from p3o_kernels import p3o_loss_from_logits, reference, token_log_probs
 from p3o_kernels._row_launch import BLOCK
 from tests.conftest import lane
-from tests.kernels.rows import assert_as_exact, compare_rows, normal, off_target, row_case, run_rows
+from tests.kernels.rows import assert_as_exact, normal, off_target, row_case, run_rows
 
 INF = math.inf
 
@@ -38,7 +38,7 @@ def test_padding_of_the_last_block_counts_as_logit_zero(place):
     """With all logits far below 0, a padded column of 0 would own the whole softmax."""
     case = row_case(3, 1025, place.device)
     case["logits"] -= 60.0
-    compare_rows(place, case)
+    assert_like_torch(place, case, extra=2.0 * unfused_rounding(60.0))
 
 
 def test_strongly_negative_logits_lose_to_a_running_maximum_that_starts_at_zero(place):

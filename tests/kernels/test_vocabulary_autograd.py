@@ -191,3 +191,34 @@ def test_gradients_stay_zero_where_nothing_arrives(place):
     weights = normal(4).to(place.device) * torch.tensor([1.0, 0.0, 1.0, 0.0], device=place.device)
     token_log_probs(logits, tensors["labels"], backend=place.backend).backward(weights)
     assert logits.grad[1].abs().sum() == 0 and logits.grad[3].abs().sum() == 0 and logits.grad[0].abs().sum() > 0
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+def test_no_valid_row_leaves_the_weight_gradient_unwritten(place, context, rows):
+    tokens, options = arguments(place, context)
+    tokens = [tensor[:rows] for tensor in tokens]
+    tokens[3] = torch.zeros(rows, dtype=torch.bool, device=place.device)
+    for valid_tokens in (None, 0):
+        hidden, weight = layer(place)
+        output = p3o_loss_from_hidden(hidden[:rows], weight, *tokens, valid_tokens=valid_tokens, **options)
+        output.loss.backward()
+        assert output.loss == 0 and torch.equal(weight.grad, torch.zeros_like(weight))
+        assert torch.equal(hidden.grad, torch.zeros_like(hidden))
+
+
+@pytest.mark.parametrize("valid_tokens", ["none", "exact", "all"])
+def test_nan_in_a_masked_hidden_row_reaches_the_weight(place, context, valid_tokens):
+    tokens, options = arguments(place, context)
+    mask = tokens[3].clone()
+    mask[-1] = False
+    tokens[3] = mask
+    count = {"none": None, "exact": int(mask.sum()), "all": T}[valid_tokens]
+    grads = []
+    for poison in (0.0, float("nan")):
+        hidden, weight = layer(place)
+        with torch.no_grad():
+            hidden[~mask] = poison
+        p3o_loss_from_hidden(hidden, weight, *tokens, valid_tokens=count, **options).loss.backward()
+        grads.append((hidden.grad, weight.grad))
+    assert torch.equal(grads[0][0], grads[1][0]) and torch.equal(grads[0][1], grads[1][1])
+    assert grads[1][1].isfinite().all()

@@ -16,6 +16,7 @@ from p3o_kernels import _launch, _linear, _linear_ops, _row_launch
 from p3o_kernels._inputs import LossOptions, TokenInputs
 from p3o_kernels._linear import Layer
 from p3o_kernels._rows import RowGrads, Rows
+from p3o_kernels._tiles import RowIndex
 
 pytestmark = pytest.mark.host_only
 T, H, V = 8192, 4096, 151_936
@@ -169,7 +170,7 @@ def test_main_grad_takes_the_weight_gradient_without_a_copy(launches, gemms, fak
 
 def test_masked_tokens_are_left_out_of_the_gemms(launches, gemms, fake):
     made, some = layer(), rows(mask=torch.ones(T, dtype=torch.bool))
-    _linear_ops._partials(made, some, torch.zeros(1024, dtype=torch.int64), TILE, "triton")
+    _linear_ops._partials(made, some, RowIndex(torch.zeros(1024, dtype=torch.int64), True), TILE, "triton")
     assert {m for m, _, _ in gemms} == {1024}
 
 
