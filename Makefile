@@ -31,7 +31,7 @@ COMPILED := env -u TRITON_INTERPRET
 INTERPRETED := env TRITON_INTERPRET=1
 LANES := lint test-cpu test-interpret test-sanitize bench-smoke
 
-.PHONY: help setup demo test test-cpu test-interpret test-sanitize test-gpu bench bench-smoke \
+.PHONY: help setup demo test test-cpu test-interpret test-sanitize test-gpu gpu-check bench bench-smoke \
 	kernel-report lint format clean
 
 help: ## show this table
@@ -100,6 +100,10 @@ test-gpu: $(READY) ## the tests that need a CUDA device (PY=python: with your ow
 bench: $(READY) ## measure the operators on this machine, and check the speed of the CPU backends
 	@$(COMPILED) $(PY) -m bench.run
 	-@$(COMPILED) $(PY) -m bench.check_speed
+	-@$(COMPILED) $(PY) -m bench.check_vocabulary
+
+gpu-check: $(READY) ## on a GPU: tests, then times at real sizes into bench/results, in 10 minutes (PY=python too)
+	@$(COMPILED) $(PY) -m bench.gpu_check
 
 bench-smoke: $(READY)
 	@$(COMPILED) $(PYTEST) bench --benchmark-disable

@@ -6,7 +6,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from bench import peers, vocabulary_cases
 from bench.memory import peak_extra_bytes
+from bench.vocabulary_workload import Shape, make_batch, peak_bytes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LARGEST = {"cuda": 1 << 22, "cpu": 1 << 20}[DEVICE]
@@ -27,6 +29,11 @@ def synchronized_clock() -> float:
     return time.perf_counter()
 
 
+def step_clock() -> float:
+    """For steps of seconds: with one CPU thread its CPU time, to which other processes add little."""
+    return time.process_time() if DEVICE == "cpu" and torch.get_num_threads() == 1 else synchronized_clock()
+
+
 def device_name() -> str:
     if DEVICE == "cuda":
         return torch.cuda.get_device_name()
@@ -43,6 +50,9 @@ def sizes(config: pytest.Config) -> list[int]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "num_tokens" in metafunc.fixturenames:
         metafunc.parametrize("num_tokens", sizes(metafunc.config))
+    if "vocabulary_shape" in metafunc.fixturenames:
+        shapes = vocabulary_cases.shapes(DEVICE, metafunc.config.getoption("benchmark_disable"))
+        metafunc.parametrize("vocabulary_shape", shapes, ids=str)
 
 
 @pytest.fixture(scope="session")
@@ -79,5 +89,24 @@ def measure(benchmark, request) -> Measure:
             share_of_copy_bandwidth=bytes_moved / seconds / bandwidth,
             peak_mib=peak_extra_bytes(step, DEVICE) / 2**20,
         )
+
+    return run
+
+
+@pytest.fixture
+def measure_vocabulary(benchmark) -> Callable[[str, Shape, str, str], None]:
+    """``measure_vocabulary(source, shape, provider, scope)``: times one step, and records its peak memory beside."""
+
+    def run(source: str, shape: Shape, provider: str, scope: str) -> None:
+        reason = peers.why_absent(provider, DEVICE)
+        if reason:
+            pytest.skip(f"{provider}: {reason}")
+        step = peers.make_step(provider, make_batch(shape, source, DEVICE), scope)
+        step()  # compile and allocate before anything is recorded
+        benchmark.pedantic(step, rounds=10 if DEVICE == "cuda" else 3)
+        if benchmark.stats is not None:
+            peak = peak_bytes(step, DEVICE)
+            benchmark.extra_info.update(vocabulary_cases.info(source, shape, provider, scope, peak))
+            benchmark.extra_info["device"] = device_name()
 
     return run

@@ -9,10 +9,10 @@ counted once (a kernel without loops is taken whole). Left out are
 
 In a kernel over rows the loops that load 128 bits from global memory run over whole blocks of logits, one such loop
 for each time the row is walked, and each is counted whole: a branch inside it leaves nothing out, and loops that
-overlap are one. Left out is what runs once a row or not for these logits: the loop over the rest of a row, before the
-first aligned column and after the last whole block, which loads less than 128 bits at a time; the loop that writes
-zeros where a row has no gradient, which loads nothing; and the code for the label, outside loops. A loop over whole
-blocks that loses its wide loads is no longer found, so the number of loops that are found is part of the budget.
+overlap are one. A loop around several of them goes from row to row. Left out is what runs once a row or not for these
+logits: the last block, which is not whole, and the columns at the edges; the loop that writes zeros where a row has
+no gradient, which loads nothing; and the code for the label. A loop over whole blocks that loses its wide loads is no
+longer found, so the number of loops that are found is part of the budget.
 """
 
 import re
@@ -69,14 +69,21 @@ def _is_narrow(code: list[Instruction]) -> bool:
 
 def hot_loops(code: list[Instruction]) -> list[list[Instruction]]:
     """What one thread executes for its logits of one whole block, each time that a row is walked."""
+    every = [loop for loop in loops(code) if any(_is_wide_load(code[position]) for position in loop)]
+    over_rows = [loop for loop in every if len(_joined([other for other in every if _is_inside(other, loop)])) > 1]
+    regions = _joined([loop for loop in every if loop not in over_rows])
+    return [[code[position] for position in region] for region in regions]
+
+
+def _joined(found: list[range]) -> list[range]:
+    """Loops that overlap made one."""
     regions: list[range] = []
-    for loop in loops(code):
+    for loop in found:
         if regions and loop.start < regions[-1].stop:
             before = regions.pop()
             loop = range(before.start, max(before.stop, loop.stop))
         regions.append(loop)
-    bodies = [[code[position] for position in region] for region in regions]
-    return [body for body in bodies if any(_is_wide_load(instruction) for instruction in body)]
+    return regions
 
 
 def _is_wide_load(instruction: Instruction) -> bool:
