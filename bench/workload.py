@@ -33,15 +33,16 @@ def make_step(provider: str, num_tokens: int, scope: str = "micro_batch", device
     ess = torch.full((), 0.9, dtype=torch.float64, device=device)
     context = None if scope == "micro_batch" else ESSContext(ess, ess, ess, ess, ess)
 
+    # the gradient goes at the end: freed at the beginning, it would be subtracted from the peak of the step
     def baseline() -> None:
-        log_probs.grad = None
         loss, _ = feynrl_style_loss(log_probs, behavior, advantages, float_mask, None if context is None else 0.9)
         loss.backward()
+        log_probs.grad = None
 
     def step() -> None:
-        log_probs.grad = None
         p3o_loss(
             log_probs, behavior, advantages, mask, context=context, validate=False, backend=provider
         ).loss.backward()
+        log_probs.grad = None
 
     return baseline if provider == BASELINE else step

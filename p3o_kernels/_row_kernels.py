@@ -14,10 +14,12 @@ from p3o_kernels._row_math_kernels import (
     LOWEST,
     block_columns,
     capped,
+    edge_columns,
     finish_row,
     fold,
+    fold_edges,
     grad_coefficients,
-    rest_columns,
+    pieces_inside,
     row_span,
     row_sums,
     scale_of,
@@ -60,7 +62,8 @@ def row_statistics(
     HAS_ENTROPY: tl.constexpr, HAS_SOFTCAP: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """(m, d, w) of (7) and (8) in one reading of the row."""
-    aligned_ptr, head, whole = row_span(logits_ptr, begin, misaligned, vocab, VEC, BLOCK)
+    aligned_ptr, head, aligned = row_span(logits_ptr, begin, misaligned, vocab, VEC)
+    whole = aligned // BLOCK * BLOCK
     top = tl.full([BLOCK // VEC], LOWEST, tl.float32)
     total = tl.zeros([BLOCK // VEC], tl.float32)
     weighted = tl.zeros([BLOCK // VEC], tl.float32)
@@ -68,12 +71,18 @@ def row_statistics(
         x = tl.load(aligned_ptr + start + block_columns(VEC, BLOCK)).to(tl.float32)
         x = capped(x, softcap, HAS_SOFTCAP)
         top, total, weighted = fold(top, total, weighted, x, scale, HAS_ENTROPY)
-    for first in range(0, vocab - whole, BLOCK):
-        position, column = rest_columns(first, head, whole, VEC, BLOCK)
-        x = tl.load(aligned_ptr + column, mask=position < vocab - whole, other=float("-inf")).to(tl.float32)
+    if whole < aligned:
+        inside = pieces_inside(whole, aligned, VEC, BLOCK)
+        x = tl.load(aligned_ptr + whole + block_columns(VEC, BLOCK), mask=inside, other=float("-inf")).to(tl.float32)
         x = capped(x, softcap, HAS_SOFTCAP)
         top, total, weighted = fold(top, total, weighted, x, scale, HAS_ENTROPY)
-    return row_sums(top, total, weighted, HAS_ENTROPY)
+    shift, row_total, row_weighted = row_sums(top, total, weighted, HAS_ENTROPY)
+    if aligned < vocab:
+        column, inside = edge_columns(head, aligned, vocab, VEC)
+        x = tl.load(aligned_ptr + column, mask=inside, other=float("-inf")).to(tl.float32)
+        x = capped(x, softcap, HAS_SOFTCAP)
+        shift, row_total, row_weighted = fold_edges(shift, row_total, row_weighted, x, scale, HAS_ENTROPY)
+    return shift, row_total, row_weighted
 
 
 @triton.jit
@@ -82,16 +91,24 @@ def write_row_grad(
     HAS_ENTROPY: tl.constexpr, HAS_SOFTCAP: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The softmax part of a row gradient, last block first: it is the one that a preceding sweep left in the cache."""
-    aligned_ptr, head, whole = row_span(logits_ptr, begin, misaligned, vocab, VEC, BLOCK)
+    aligned_ptr, head, aligned = row_span(logits_ptr, begin, misaligned, vocab, VEC)
     aligned_out_ptr = tl.multiple_of(out_ptr + (out_begin + head), 16)
-    for first in range(0, vocab - whole, BLOCK):
-        position, column = rest_columns(first, head, whole, VEC, BLOCK)
-        inside = position < vocab - whole
+    whole = aligned // BLOCK * BLOCK
+    if aligned < vocab:
+        column, inside = edge_columns(head, aligned, vocab, VEC)
         x = tl.load(aligned_ptr + column, mask=inside, other=float("-inf")).to(tl.float32)
         x = capped(x, softcap, HAS_SOFTCAP)
         grad = softmax_grad(x, scale, high, softmax, slope, HAS_ENTROPY)
         grad = through_softcap(grad, x, softcap, HAS_SOFTCAP)
         tl.store(aligned_out_ptr + column, grad.to(out_ptr.dtype.element_ty), mask=inside)
+    if whole < aligned:
+        inside = pieces_inside(whole, aligned, VEC, BLOCK)
+        x = tl.load(aligned_ptr + whole + block_columns(VEC, BLOCK), mask=inside, other=float("-inf")).to(tl.float32)
+        x = capped(x, softcap, HAS_SOFTCAP)
+        grad = softmax_grad(x, scale, high, softmax, slope, HAS_ENTROPY)
+        grad = through_softcap(grad, x, softcap, HAS_SOFTCAP)
+        grad = grad.to(out_ptr.dtype.element_ty)
+        tl.store(aligned_out_ptr + whole + block_columns(VEC, BLOCK), grad, mask=inside)
     for done in range(0, whole, BLOCK):
         start = whole - BLOCK - done
         x = tl.load(aligned_ptr + start + block_columns(VEC, BLOCK)).to(tl.float32)
@@ -115,13 +132,13 @@ def write_label_grad(
 
 @triton.jit
 def write_zero_row(out_ptr, out_begin, misaligned, vocab, VEC: tl.constexpr, BLOCK: tl.constexpr):
-    aligned_ptr, head, whole = row_span(out_ptr, out_begin, misaligned, vocab, VEC, BLOCK)
+    aligned_ptr, head, aligned = row_span(out_ptr, out_begin, misaligned, vocab, VEC)
     zero = tl.zeros([BLOCK // VEC, VEC], out_ptr.dtype.element_ty)
-    for start in range(0, whole, BLOCK):
-        tl.store(aligned_ptr + start + block_columns(VEC, BLOCK), zero)
-    for first in range(0, vocab - whole, BLOCK):
-        position, column = rest_columns(first, head, whole, VEC, BLOCK)
-        tl.store(aligned_ptr + column, zero, mask=position < vocab - whole)
+    for start in range(0, aligned, BLOCK):
+        inside = pieces_inside(start, aligned, VEC, BLOCK)
+        tl.store(aligned_ptr + start + block_columns(VEC, BLOCK), zero, mask=inside)
+    column, inside = edge_columns(head, aligned, vocab, VEC)
+    tl.store(aligned_ptr + column, tl.zeros([2 * VEC], out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

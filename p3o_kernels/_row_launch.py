@@ -17,6 +17,8 @@ from p3o_kernels._rows import PARTIAL_SIZE, RowGrads, Rows, RowValues
 from p3o_kernels._summary import KL_MODES
 
 BLOCK, THREADS = 4096, 256
+LOSS_BLOCK, LOSS_THREADS = 32768, 1024  # one program of K1K3 keeps a multiprocessor busy
+HOST_PROGRAMS = 3  # under the interpreter: few enough that a program sees several rows
 MERGE_BLOCK, MERGE_THREADS = 256, 256
 SCALE_BLOCK, SCALE_THREADS = 2048, 256
 
@@ -188,6 +190,7 @@ def row_loss(
         "scale_ptr": scale,
         "log_probs_ptr": log_probs,
         "entropy_ptr": entropy if rows.entropy else log_probs,
+        "num_rows": logits.shape[0],
         "out_stride": out.stride(0),
         "num_sequences": tokens.advantages.numel(),
         "per_sequence": int(per_sequence),
@@ -196,9 +199,25 @@ def row_loss(
         "entropy_coef": options.entropy_coef,
         "reference_coef": options.reference_coef,
     }
+    constexprs = _constexprs(logits, rows) | {"BLOCK": loss_block(rows.softcap > 0)}
     if logits.shape[0]:
-        _launch._run(row_loss_kernels.row_loss_kernel, logits.shape[0], THREADS, arguments, **_constexprs(logits, rows))
+        _launch._run(row_loss_kernels.row_loss_kernel, rows_under_way(logits), LOSS_THREADS, arguments, **constexprs)
     return log_probs, entropy
+
+
+def loss_block(softcap: bool) -> int:
+    """Columns that K1K3 takes at a time: fewer where tanh needs registers of its own."""
+    return LOSS_BLOCK // 2 if softcap else LOSS_BLOCK
+
+
+def rows_under_way(logits: Tensor) -> int:
+    """How many rows K1K3 works on at a time: what half of the L2 cache holds, but one for each multiprocessor."""
+    num_rows = logits.shape[0]
+    if logits.device.type != "cuda":
+        return min(num_rows, HOST_PROGRAMS)
+    device = torch.cuda.get_device_properties(logits.device)
+    in_cache = (device.L2_cache_size or 0) // 2 // (logits.shape[1] * logits.element_size())
+    return min(num_rows, max(device.multi_processor_count, in_cache))
 
 
 def scale_rows(grad: Tensor, factor: Tensor) -> None:

@@ -1,7 +1,8 @@
 """Kernel K1K3: with e given, a row of logits becomes its loss gradient in one program.
 
 The program reads the row for its statistics, knows lp and with it g of (5), and reads the row again, from the last
-block to the first, while it is still in the L2 cache. Loss and metrics come from kernel K2 on the log-probs.
+block to the first, while it is still in the L2 cache: as many programs are launched as rows fit there, and each goes
+on to its next row. Loss and metrics come from kernel K2 on the log-probs.
 """
 
 import triton
@@ -46,16 +47,15 @@ def _token_gradient(
     return grad
 
 
-@triton.jit(do_not_specialize=ROW_INTEGERS, do_not_specialize_on_alignment=ROW_POINTERS)
-def row_loss_kernel(
+@triton.jit
+def _row_loss(
     logits_ptr, out_ptr, labels_ptr, mask_ptr, temperature_ptr, behavior_ptr, advantages_ptr, cu_seqlens_ptr,
     reference_ptr, ess_ptr, scale_ptr, log_probs_ptr, entropy_ptr,
-    vocab, stride: tl.int64, out_stride: tl.int64, misaligned, temperature, softcap, has_mask, per_row,
+    row, vocab, stride, out_stride, misaligned, temperature, softcap, has_mask, per_row,
     num_sequences, per_sequence, has_reference, kl_mode, entropy_coef, reference_coef,
     HAS_ENTROPY: tl.constexpr, HAS_SOFTCAP: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """lp, H and g * scale * dlp/dlogits (- c_H * scale * dH/dlogits) of one row; ``out`` may be the logits' memory."""
-    row = tl.program_id(0).to(tl.int64)
+    """lp, H and g * scale * dlp/dlogits (- c_H * scale * dH/dlogits) of one row."""
     valid, row_scale, label, owned = row_inputs(
         labels_ptr, mask_ptr, temperature_ptr, row, vocab, 0, temperature, has_mask, per_row
     )
@@ -92,6 +92,25 @@ def row_loss_kernel(
         tl.store(log_probs_ptr + row, 0.0)
         if HAS_ENTROPY:
             tl.store(entropy_ptr + row, 0.0)
+
+
+@triton.jit(do_not_specialize=ROW_INTEGERS, do_not_specialize_on_alignment=ROW_POINTERS)
+def row_loss_kernel(
+    logits_ptr, out_ptr, labels_ptr, mask_ptr, temperature_ptr, behavior_ptr, advantages_ptr, cu_seqlens_ptr,
+    reference_ptr, ess_ptr, scale_ptr, log_probs_ptr, entropy_ptr,
+    num_rows: tl.int64, vocab, stride: tl.int64, out_stride: tl.int64, misaligned, temperature, softcap, has_mask,
+    per_row, num_sequences, per_sequence, has_reference, kl_mode, entropy_coef, reference_coef,
+    HAS_ENTROPY: tl.constexpr, HAS_SOFTCAP: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """K1K3. ``out`` may be the logits' memory. The number of programs is the number of rows that are under way."""
+    for row in range(tl.program_id(0), num_rows.to(tl.int32), tl.num_programs(0)):
+        _row_loss(
+            logits_ptr, out_ptr, labels_ptr, mask_ptr, temperature_ptr, behavior_ptr, advantages_ptr, cu_seqlens_ptr,
+            reference_ptr, ess_ptr, scale_ptr, log_probs_ptr, entropy_ptr,
+            tl.cast(row, tl.int64), vocab, stride, out_stride, misaligned, temperature, softcap, has_mask, per_row,
+            num_sequences, per_sequence, has_reference, kl_mode, entropy_coef, reference_coef,
+            HAS_ENTROPY, HAS_SOFTCAP, VEC, BLOCK,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=ROW_INTEGERS, do_not_specialize_on_alignment=ROW_POINTERS)

@@ -9,8 +9,8 @@
 The shift is whatever float32 number the kernel settles on; all of (7) to (10) use the same one and the
 same log2(e) / tau through a fused multiply-add, so a large common offset of the logits costs no digits.
 
-Rows start at any address. Columns before the first 16-byte boundary and those after the last whole block
-are the rest of the row, one masked block; everything between moves in 128-bit pieces.
+Rows start at any address. Columns before the first 16-byte boundary and after the last one, fewer than 2 VEC together,
+are the edges of the row; everything between moves in 128-bit pieces of VEC columns, whole blocks without any mask.
 """
 
 import triton
@@ -31,12 +31,11 @@ def scale_of(temperature):
 
 
 @triton.jit
-def row_span(logits_ptr, begin, misaligned, vocab, VEC: tl.constexpr, BLOCK: tl.constexpr):
-    """(pointer to the first aligned column, columns before it, columns in whole blocks) of the row at ``begin``."""
+def row_span(logits_ptr, begin, misaligned, vocab, VEC: tl.constexpr):
+    """(pointer to the first aligned column, columns before it, columns in whole 16-byte pieces after it)."""
     head = ((VEC - (begin + misaligned) % VEC) % VEC).to(tl.int32)
     head = tl.minimum(head, vocab)
-    aligned_ptr = tl.multiple_of(logits_ptr + (begin + head), 16)
-    return aligned_ptr, head, (vocab - head) // BLOCK * BLOCK
+    return tl.multiple_of(logits_ptr + (begin + head), 16), head, (vocab - head) // VEC * VEC
 
 
 @triton.jit
@@ -46,13 +45,17 @@ def block_columns(VEC: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def rest_columns(first, head, whole, VEC: tl.constexpr, BLOCK: tl.constexpr):
-    """Position in the rest from ``first`` on, and column counted from the aligned pointer.
+def pieces_inside(start, aligned, VEC: tl.constexpr, BLOCK: tl.constexpr):
+    """Mask of the last block: the same for the VEC columns of a piece, so that it still moves in 128 bits."""
+    inside = start + tl.arange(0, BLOCK // VEC) * VEC < aligned
+    return tl.broadcast_to(inside[:, None], [BLOCK // VEC, VEC])
 
-    The rest is the head columns before that pointer, then those after ``whole``: at most BLOCK + VEC of them.
-    """
-    position = first + block_columns(VEC, BLOCK)
-    return position, tl.where(position < head, position, whole + position) - head
+
+@triton.jit
+def edge_columns(head, aligned, vocab, VEC: tl.constexpr):
+    """([2 VEC] columns of both edges, counted from the aligned pointer, and which of them exist)."""
+    position = tl.arange(0, 2 * VEC)
+    return tl.where(position < head, position, aligned + position) - head, position < vocab - aligned
 
 
 @triton.jit
@@ -102,6 +105,18 @@ def row_sums(top, total, weighted, HAS_ENTROPY: tl.constexpr):
     else:
         weighted_sum = shift * 0.0
     return shift, tl.sum(total * power, 0), weighted_sum
+
+
+@triton.jit
+def fold_edges(shift, total, weighted, x, scale, HAS_ENTROPY: tl.constexpr):
+    """The edges of a row into its m, d and w; what does not exist is -inf."""
+    new = tl.maximum(shift, tl.max(x, 0) * scale)
+    u = tl.fma(x, scale, -new)
+    power = tl.exp2(u)
+    drop = tl.maximum(shift - new, TINY_LOG2)
+    if HAS_ENTROPY:
+        weighted = (weighted + drop * total) * tl.exp2(drop) + tl.sum(power * tl.maximum(u, TINY_LOG2), 0)
+    return new, total * tl.exp2(drop) + tl.sum(power, 0), weighted
 
 
 @triton.jit

@@ -26,15 +26,28 @@ def implementation(backend: str) -> RowBackend:
 
 
 def along_vocabulary(logits: Tensor) -> Tensor:
-    """``logits``, copied only where its entries are not next to each other or its storage is not 16-byte aligned."""
+    """``logits``, copied only where its entries are not next to each other."""
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
-def _aligned(logits: Tensor) -> Tensor:
-    """A storage from outside PyTorch's allocators may begin anywhere."""
+def _storage_is_aligned(logits: Tensor) -> bool:
+    return (logits.data_ptr() - logits.storage_offset() * logits.element_size()) % 16 == 0
+
+
+def _readable(logits: Tensor, backend: str) -> Tensor:
+    """Copied also where memory from outside PyTorch's allocators begins off a 16-byte boundary."""
     logits = along_vocabulary(logits)
-    start = logits.data_ptr() - logits.storage_offset() * logits.element_size()
-    return logits.clone() if start % 16 else logits
+    if _storage_is_aligned(logits):
+        return logits
+    return implementation(backend).empty_like_rows(logits).copy_(logits)
+
+
+def _check_writable(logits: Tensor) -> None:
+    if not _storage_is_aligned(logits):
+        raise ValueError(
+            "inplace_backward=True needs logits in memory that begins on a 16-byte boundary, as PyTorch allocates it; "
+            "pass logits.clone() or leave it out"
+        )
 
 
 def make_rows(
@@ -64,7 +77,7 @@ def row_partials(
 ) -> Tensor:
     """[4, T] float32 of a part of the vocabulary, for ``row_values``."""
     rows = make_rows(labels, mask, row_temperature, temperature, softcap, vocab_start, entropy)
-    return implementation(backend).row_partials(_aligned(logits), rows)
+    return implementation(backend).row_partials(_readable(logits, backend), rows)
 
 
 @row_partials.register_fake
@@ -93,7 +106,7 @@ def row_values(
     rows = make_rows(labels, mask, row_temperature, temperature, softcap, vocab_start, entropy)
     module = implementation(backend)
     if partials is None:
-        values = module.row_values(_aligned(logits), rows)
+        values = module.row_values(_readable(logits, backend), rows)
     else:
         values = module.finish_partials(dense(partials), rows)
     return values.log_probs, values.entropy, values.normalizer, values.normalizer_low
@@ -127,7 +140,7 @@ def row_grad(
     backend: str,
 ) -> Tensor:
     """dlogits [T, V]; ``entropy`` and its gradient come together or not at all."""
-    logits, out = _aligned(logits), _empty_grad(logits, backend)
+    logits, out = _readable(logits, backend), _empty_grad(logits, backend)
     rows = make_rows(labels, mask, row_temperature, temperature, softcap, vocab_start, entropy is not None)
     values = RowValues(normalizer, normalizer if entropy is None else entropy, normalizer, normalizer_low)
     implementation(backend).row_grad(logits, out, rows, values, RowGrads(log_probs_grad, entropy_grad))
@@ -156,6 +169,7 @@ def row_grad_(
     backend: str,
 ) -> None:
     """``row_grad`` into the memory of the logits."""
+    _check_writable(logits)
     rows = make_rows(labels, mask, row_temperature, temperature, softcap, vocab_start, entropy is not None)
     values = RowValues(normalizer, normalizer if entropy is None else entropy, normalizer, normalizer_low)
     implementation(backend).row_grad(logits, logits, rows, values, RowGrads(log_probs_grad, entropy_grad))
@@ -252,7 +266,9 @@ def row_loss_(
         None,
     )
     options = LossOptions(0, "sum", kl_mode, 0.0, 0.0, reference_coef, entropy_coef)
-    logits = out if logits is None else _aligned(logits)
+    if logits is None:
+        _check_writable(out)
+    logits = out if logits is None else _readable(logits, backend)
     return implementation(backend).row_loss(logits, out, rows, tokens, options, dense(scale))
 
 

@@ -193,24 +193,26 @@ def _row_variant(
 
 
 def _sweeps() -> Iterator[Variant]:
+    threads, loss_threads = _row_launch.THREADS, _row_launch.LOSS_THREADS
     kernels = {
-        "K1": (_row_kernels.row_stats_kernel, 1, ()),
-        "K3": (_row_kernels.row_grad_kernel, 1, ("out_ptr",)),
-        "K1K3": (_row_loss_kernels.row_loss_kernel, 2, ("out_ptr",)),
+        "K1": (_row_kernels.row_stats_kernel, threads, 1, ()),
+        "K3": (_row_kernels.row_grad_kernel, threads, 1, ("out_ptr",)),
+        "K1K3": (_row_loss_kernels.row_loss_kernel, loss_threads, 2, ("out_ptr",)),
     }
-    for (role, (kernel, sweeps, writes)), dtype in itertools.product(kernels.items(), _DTYPES):
+    for (role, (kernel, threads, sweeps, writes)), dtype in itertools.product(kernels.items(), _DTYPES):
         for flags in _choices("HAS_ENTROPY", "HAS_SOFTCAP"):
-            constexprs = flags | {"VEC": _row_launch.vector(_DTYPES[dtype]), "BLOCK": _row_launch.BLOCK}
+            block = _row_launch.loss_block(bool(flags["HAS_SOFTCAP"])) if role == "K1K3" else _row_launch.BLOCK
+            constexprs = flags | {"VEC": _row_launch.vector(_DTYPES[dtype]), "BLOCK": block}
             yield _row_variant(
                 role,
                 kernel,
-                _row_launch.THREADS,
+                threads,
                 constexprs,
                 dtype,
                 ("logits_ptr", *writes),
                 reads=("logits_ptr",),
                 writes=writes,
-                block=_row_launch.BLOCK,
+                block=block,
                 sweeps=sweeps,
                 any_address=True,
             )

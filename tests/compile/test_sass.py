@@ -74,8 +74,15 @@ def row_opcodes(text: str) -> list[list[str]]:
 
 
 def test_each_sweep_over_whole_blocks_of_a_row_is_a_hot_loop():
-    """Neither the label's load, nor the rest of the row, nor the zeros of a row without gradient."""
+    """Neither the label's load, nor a narrow loop, nor the zeros of a row without gradient."""
     assert row_opcodes(ROW) == [["LDG.E.128", "BRA", "MUFU.EX2", "BRA"], ["LDG.E.128", "STG.E.128", "BRA"]]
+
+
+def test_a_loop_over_rows_is_none():
+    """The whole listing in one loop: still two sweeps, each on its own."""
+    inside = "        /*0000*/                   NOP ;\n"
+    around = ".L_x_90:\n" + inside + ROW.replace("@P4 EXIT", "@P4 BRA `(.L_x_90)")
+    assert row_opcodes(around) == row_opcodes(ROW)
 
 
 def test_a_sweep_without_wide_loads_is_no_hot_loop():

@@ -103,3 +103,19 @@ def test_more_rows_than_a_second_grid_axis_holds(place, rows):
     if place.backend == "triton" and lane() != "host":
         pytest.skip("takes minutes here; the launch code has one grid axis only")
     compare_rows(place, row_case(rows, 3, place.device))
+
+
+@pytest.mark.skipif(lane() == "sanitize", reason="its tensors have a storage of the checker's own")
+def test_memory_from_elsewhere_that_begins_anywhere(place):
+    """A buffer of another library, one float off a 16-byte boundary."""
+    if place.device != "cpu":
+        pytest.skip("such memory comes from host libraries")
+    case = row_case(3, 40, place.device)
+    buffer = bytearray(4 * 121 + 16)
+    whole = torch.frombuffer(buffer, dtype=torch.float32, count=124)
+    start = (-whole.data_ptr() // 4) % 4 + 1
+    foreign = torch.frombuffer(buffer, dtype=torch.float32, offset=4 * start, count=120).view(3, 40)
+    assert foreign.data_ptr() % 16 == 4 and foreign.storage_offset() == 0
+    case["logits"] = foreign.copy_(case["logits"])
+    want = token_log_probs(foreign.clone(), case["labels"], backend=place.backend)
+    assert torch.equal(token_log_probs(foreign, case["labels"], backend=place.backend), want)

@@ -144,7 +144,8 @@ def test_a_distributed_tensor_is_named_with_its_recipe():
         linear_log_probs(HIDDEN, weight, LABELS)
 
 
-def test_inplace_and_main_grad_are_for_eager_mode():
+@pytest.mark.host_only
+def test_in_place_is_for_eager_mode():
     def in_place(logits):
         return token_log_probs(logits, LABELS, inplace_backward=True)
 
