@@ -5,6 +5,7 @@ The budgets are in ``bench.budgets``. Triton's cache makes every run but the fir
 
 import json
 import re
+from collections.abc import Callable
 
 import pytest
 
@@ -165,32 +166,46 @@ def test_a_second_exponential_of_each_logit_breaks_the_budget():
     assert any("mufu_per_element is 2" in sentence for sentence in found)
 
 
+LOAD = re.compile(r"(?P<before>.*) LDG\.E\.128 (?P<after>.*\n)")
 DAMAGE = {
-    "one more instruction a logit in every sweep": (
-        lambda text: re.sub(r"(.* LDG\.E\.128 .*\n)", r"\1" + 8 * "/*0000*/ FADD R0, R0, R0 ;\n", text),
-        "sass_per_element is",
-    ),
-    "one load in two halves": (
-        lambda text: re.sub(r"(.*)LDG\.E\.128(.*\n)", 2 * r"\1LDG.E.64\2", text, count=1),
-        "'LDG.E.64': 2",
-    ),
-    "a sweep with narrow loads": (
-        lambda text: re.sub(r"LDG\.E\.128", "LDG.E.64", text, count=2),
-        "loops with LDG.E.128 where",
-    ),
-    "a spill in a sweep": (
-        lambda text: re.sub(r"(.* LDG\.E\.128 .*\n)", r"\1/*0000*/ STL [R1], R2 ;\n", text, count=1),
-        "'STL': 1",
-    ),
+    "one more instruction a logit": (r"\g<0>" + 8 * "/*0000*/ FADD R0, R0, R0 ;\n", "sass_per_element is"),
+    "a load in two halves": (2 * r"\g<before> LDG.E.64 \g<after>", "'LDG.E.64': 2"),
+    "a spill": (r"\g<0>/*0000*/ STL [R1], R2 ;\n", "'STL': 1"),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("name", ["row_stats bf16", "row_grad bf16", "row_loss bf16"])
-def test_a_worse_sweep_breaks_the_budget(monkeypatch, name, damage):
-    change, complaint = DAMAGE[damage]
+def violations_of(monkeypatch, name: str, change: Callable[[str], str]) -> list[str]:
+    """Of a variant whose machine code is changed before it is counted."""
     parse = sass.parse
-    monkeypatch.setattr(sass, "parse", lambda text: parse(change(text)))
-    found = violations(entry(variant(name).launch(90)))
-    assert len(found) == 1
-    assert complaint in found[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(sass, "parse", lambda text: parse(change(text)))
+        return violations(entry(variant(name).launch(90)))
+
+
+def damaged_at(index: int, replacement: str) -> Callable[[str], str]:
+    """Changes one of the wide loads, counted from the top."""
+
+    def change(text: str) -> str:
+        match = list(LOAD.finditer(text))[index]
+        return text[: match.start()] + match.expand(replacement) + text[match.end() :]
+
+    return change
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize(("name", "loads"), [("row_stats bf16", 2), ("row_grad bf16", 2), ("row_loss bf16", 8)])
+def test_a_worse_sweep_breaks_the_budget(monkeypatch, name, loads, damage):
+    """Every wide load of the sweeps counts; the last block, which is not whole, has the same number and does not."""
+    replacement, complaint = DAMAGE[damage]
+    if damage.startswith("one more"):
+        found = violations_of(monkeypatch, name, lambda text: LOAD.sub(replacement, text))
+        assert len(found) == 1 and complaint in found[0]
+        return
+    found = [violations_of(monkeypatch, name, damaged_at(index, replacement)) for index in range(2 * loads)]
+    assert sum(any(complaint in sentence for sentence in sentences) for sentences in found) == loads
+
+
+@pytest.mark.parametrize("name", ["row_stats bf16", "row_grad bf16", "row_loss bf16"])
+def test_sweeps_with_narrow_loads_break_the_budget(monkeypatch, name):
+    found = violations_of(monkeypatch, name, lambda text: text.replace("LDG.E.128", "LDG.E.64"))
+    assert len(found) == 1 and "0 loops with LDG.E.128 where" in found[0]
