@@ -3,6 +3,9 @@
     z = X W^T + b      X hidden [T, H], W weight [V, H], b bias [V]
 
 then as in ``logits``. The GEMMs are PyTorch's; logits exist one tile at a time.
+
+The functions take tensors, not modules: under DDP or FSDP call them inside the wrapped module's forward, where its
+parameters are gathered and its hooks see their gradients.
 """
 
 import torch

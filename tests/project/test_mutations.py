@@ -31,7 +31,7 @@ ROW_FAULTS = {
     "eager, no label": ("_row_eager.py", "torch.where(owned[:, 0], onehot, 0.0)", "torch.zeros_like(onehot)", EAGER),
     "eager, zeros off target": ("_row_eager.py", "mul_(softmax[:, None])", "mul_(0.0 * softmax[:, None])", EAGER),
     "eager, lone normaliser": ("_row_eager.py", "high, normalizer - high]", "high, high - high]", EAGER),
-    "eager, masked row kept": ("_row_eager.py", "out.masked_fill_(~rows.mask[:, None], 0.0)", "pass", EAGER),
+    "eager, masked row kept": ("_row_eager.py", "idle = idle | ~mask", "idle = idle | False", EAGER),
     "triton, no label": ("_row_kernels.py", "slope, HAS_ENTROPY) + onehot", "slope, HAS_ENTROPY)", TRITON),
     "triton, zeros off target": (
         "_row_math_kernels.py",
@@ -41,8 +41,8 @@ ROW_FAULTS = {
     ),
     "triton, padding counts": (
         "_row_kernels.py",
-        'vocab - whole, other=float("-inf")',
-        "vocab - whole, other=0.0",
+        'mask=inside, other=float("-inf")',
+        "mask=inside, other=0.0",
         TRITON,
     ),
     "triton, masked row kept": ("_row_kernels.py", "valid = (has_mask == 0) |", "valid = (row >= 0) |", TRITON),
