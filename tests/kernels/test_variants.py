@@ -23,6 +23,8 @@ from p3o_kernels import (
 )
 from p3o_kernels._variants import VARIANTS, Variant
 
+pytestmark = pytest.mark.host_only  # nothing is launched here, so there is nothing to sanitise
+
 T, B = 40, 3
 ROWS, VOCAB, HIDDEN = 8, 1100, 8
 WORKSPACE = 2 * ROWS * 1024  # half precision: two parts of the vocabulary; float32: cut along the rows, too
@@ -263,7 +265,6 @@ def test_modules_and_arguments_exist():
         assert set(variant.reads + variant.writes) <= variant.signature.keys()
 
 
-@pytest.mark.host_only
 @pytest.mark.skipif(_backend.INTERPRETED, reason="interpreted kernels have no signature")
 def test_triton_would_specialise_launches_as_listed(recorder):
     """Asks Triton's own argument binder what it would compile for the recorded arguments."""
