@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from p3o_kernels import ESSContext, p3o_loss_from_hidden, p3o_loss_from_logits, reference
+from p3o_kernels import ESSContext, _row_launch, p3o_loss_from_hidden, p3o_loss_from_logits, reference
 from tests.kernels.rows import assert_as_exact, normal, stored_rounding
 
 T, H, V = 13, 8, 37
@@ -155,3 +155,11 @@ def test_the_context_makes_micro_batches_add_up(place):
     torch.testing.assert_close(torch.cat([grads[0][0], grads[1][0]]), want[0], rtol=1e-6, atol=1e-7)
     for place_of, tensor in ((1, want[1]), (2, want[2])):
         torch.testing.assert_close(grads[0][place_of] + grads[1][place_of], tensor, rtol=1e-5, atol=1e-7)
+
+
+def test_a_program_goes_on_to_its_next_row(place, monkeypatch):
+    """Two programs for 13 rows: what a row leaves behind must not reach the next one."""
+    monkeypatch.setattr(_row_launch, "rows_under_way", lambda logits: 2)
+    for in_place in (False, True):
+        own = {"inplace_backward": in_place}
+        compare(place, "logits", case(place.device), own=own, context=frozen(place.device), terms=True)

@@ -6,6 +6,7 @@ nothing that PyTorch sees. Operators would hide what happens inside them, so the
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -192,3 +193,16 @@ def test_the_eager_way_for_comparison(fake):
     with FakePeak() as peak:
         logits.float().log_softmax(-1).gather(1, labels).sum().backward()
     assert peak.bytes > 10 * GIB
+
+
+@pytest.mark.parametrize(
+    ("vocab", "rows", "want"),
+    [(151_936, 8192, 132), (151_936, 40, 40), (32_768, 8192, 400)],
+    ids=["one for each multiprocessor", "fewer rows", "half of the cache"],
+)
+def test_rows_under_way_fit_the_cache(monkeypatch, vocab, rows, want):
+    """An H100's 132 multiprocessors and 50 MiB of L2: the second sweep of a row must find it there."""
+    device = SimpleNamespace(L2_cache_size=50 * 2**20, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    logits = SimpleNamespace(shape=(rows, vocab), device=torch.device("cuda"), element_size=lambda: 2)
+    assert _row_launch.rows_under_way(logits) == want
