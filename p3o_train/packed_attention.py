@@ -32,10 +32,10 @@ def packed_seq_params(batch: PackedBatch) -> Any:
     Raises:
         ValueError: a layout that is not zigzag, the only one that Megatron-Core's rotary embedding knows.
     """
-    from megatron.core.packed_seq_params import PackedSeqParams
-
     if batch.layout.cp_size > 1 and batch.layout.order != "zigzag":
         raise ValueError(f'the layout of a batch for the model must be "zigzag", got {batch.layout.order!r}')
+    from megatron.core.packed_seq_params import PackedSeqParams
+
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=batch.cu_seqlens_unpadded,
