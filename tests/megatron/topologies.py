@@ -5,7 +5,7 @@ Everything is put together by the test process; a rank returns what it holds and
 
 import contextlib
 import dataclasses
-import importlib.util
+import importlib.metadata
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -30,7 +30,8 @@ CONFIG = ModelConfig(
     init_std=0.1,
 )
 NEEDS_MEGATRON = pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None,
+    # not find_spec: this folder has the name of the package
+    not any(importlib.metadata.distributions(name="megatron-core")),
     reason="megatron-core is not installed: pip install 'p3o-kernels[train]'",
 )
 # three sequences, two of which context parallelism pads, and a second micro-batch of another length
