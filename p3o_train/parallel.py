@@ -71,12 +71,12 @@ def reduce_statistics(stats: RatioStats, groups: ParallelGroups) -> RatioStats:
     return RatioStats.from_vector(_from_last_stage(vector, groups))
 
 
-def reduce_count(count: Tensor, groups: ParallelGroups) -> Tensor:
-    """[] float64: valid tokens of the whole step, by the same way; float64 counts tokens exactly up to 2^53."""
-    total = count.detach().double().reshape(1)
+def reduce_counts(counts: Tensor, groups: ParallelGroups) -> Tensor:
+    """[n] float64: counts of the whole step, by the same way; float64 counts tokens exactly up to 2^53."""
+    total = counts.detach().double()
     if groups.is_last_stage and groups.data_context is not None:
         dist.all_reduce(total, group=groups.data_context)
-    return _from_last_stage(total, groups)[0]
+    return _from_last_stage(total, groups)
 
 
 def _from_last_stage(vector: Tensor, groups: ParallelGroups) -> Tensor:

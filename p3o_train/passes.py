@@ -20,7 +20,7 @@ from p3o_train.objective import Objective, micro_batch_loss, micro_batch_statist
 from p3o_train.packed_attention import packed_seq_params
 from p3o_train.parallel import ParallelGroups
 from p3o_train.replay import MicroBatches, ReplayCheck, replayed
-from p3o_train.step import StepStatistics, tokens_required
+from p3o_train.step import StepStatistics, checked_finalizer
 from p3o_train.types import PackedBatch
 
 
@@ -41,6 +41,11 @@ class _Pass:
         self.statistics = StepStatistics()
         self.context: ESSContext | None = None
         self.metrics: list[Tensor] = []
+
+    def invalid_tokens(self) -> Tensor | None:
+        """[] over the micro-batches so far; None on stages without a loss."""
+        total = _summed(self.metrics)
+        return None if total is None else total.means()["invalid_tokens"]
 
     def statistics_step(self, iterator: Iterator[PackedBatch], model: Any) -> Any:
         batch = next(iterator)
@@ -106,7 +111,7 @@ def step_gradients(
         with replayed(iterator), torch.no_grad():
             _schedule(run.statistics_step, iterator, model, forward_only=True)
         run.context = run.statistics.freeze(groups, batches[0].tokens.device)
-    with tokens_required(config, groups):
+    with checked_finalizer(config, groups, run.invalid_tokens):
         _schedule(run.training_step, iterator, model, forward_only=False)
     if objective.ess_scope == "step":
         check.verify()

@@ -6,10 +6,11 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from p3o_kernels import ESSContext, RatioStats
-from p3o_train.parallel import ParallelGroups, reduce_count, reduce_statistics
+from p3o_train.parallel import ParallelGroups, reduce_counts, reduce_statistics
 
 NO_TOKENS = (
     "no valid response tokens globally: every loss mask of this optimizer step is empty, on every rank; the optimizer "
@@ -44,14 +45,22 @@ class StepStatistics:
 
 
 @contextlib.contextmanager
-def tokens_required(config: Any, groups: ParallelGroups) -> Iterator[None]:
-    """While entered, Megatron's ``config.finalize_model_grads_func`` refuses a step without a valid token.
+def checked_finalizer(
+    config: Any, groups: ParallelGroups, invalid_tokens: Callable[[], Tensor | None]
+) -> Iterator[None]:
+    """While entered, Megatron's ``config.finalize_model_grads_func`` refuses steps whose gradients mean nothing.
 
-    Megatron divides by a count that it has raised to 1, so an empty step would run the optimizer, and its weight decay,
-    on gradients of zero. The check comes before the original function and before anything moves.
+    Megatron divides by a count that it has raised to 1, so a step without tokens would run the optimizer, and its
+    weight decay, on gradients of zero. With invalid data, which micro-batch scope cannot know before, they are NaN.
+    The check comes before the original function and before anything moves. One host read.
+
+    Args:
+        invalid_tokens: [] how many tokens of this rank were invalid, or None where no loss was computed; asked for
+            when the backward passes are done.
 
     Raises:
         RuntimeError: on entry, when the function is not set; inside, on every rank, when the step has no valid token.
+        ValueError: inside, on every rank, when a rank had invalid data.
     """
     original: Callable[..., Any] | None = getattr(config, "finalize_model_grads_func", None)
     if original is None:
@@ -63,7 +72,17 @@ def tokens_required(config: Any, groups: ParallelGroups) -> Iterator[None]:
     def finalize(model: Any, num_tokens: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         if num_tokens is None:
             raise RuntimeError("no token count reached the gradient finalizer: set calculate_per_token_loss=True")
-        if reduce_count(num_tokens, groups) == 0:
+        invalid = invalid_tokens()
+        count = num_tokens.double().reshape(())
+        counts = torch.stack([count, torch.zeros_like(count) if invalid is None else invalid.double()])
+        tokens, bad = reduce_counts(counts, groups).tolist()
+        if bad:
+            raise ValueError(
+                f"invalid data on {bad:.0f} of {tokens:.0f} valid tokens of this optimizer step: log-ratios that are "
+                "not finite or out of range; the optimizer has not moved. Mask such tokens, or find out why the "
+                "engines disagree"
+            )
+        if tokens == 0:
             raise RuntimeError(NO_TOKENS)
         return original(model, num_tokens, *args, **kwargs)
 
