@@ -106,8 +106,10 @@ def gradients(
     # dz is 0 in a masked row, but 0 times a NaN that is parked there is not
     clean = masked_rows(hidden, rows.mask) if needed[1] else hidden
     whole = tiles.columns == vocab
-    hidden_sum = torch.empty_like(hidden, dtype=hidden.dtype if whole else sum_dtype(weight)) if needed[0] else None
-    weight_grad = torch.empty_like(weight) if needed[1] and main_grad is None else None
+    hidden_sum = (
+        hidden.new_empty(hidden.shape, dtype=hidden.dtype if whole else sum_dtype(weight)) if needed[0] else None
+    )
+    weight_grad = weight.new_empty(weight.shape) if needed[1] and main_grad is None else None
     bias_grad = weight.new_zeros(vocab, dtype=sum_dtype(weight)) if needed[2] else None
     for columns in ranges(vocab, tiles.columns):
         shard, row_slices = rows.shard(columns.start), list(ranges(tokens, tiles.rows))
@@ -177,7 +179,7 @@ def loss_gradients(
     hidden_grad = hidden.new_empty((num_rows + (index is not None), hidden.shape[1])) if needed[0] else None
     if hidden_grad is not None and index is not None:
         hidden_grad.zero_()
-    weight_grad = torch.empty_like(weight) if needed[1] else None
+    weight_grad = weight.new_empty(weight.shape) if needed[1] else None
     bias_grad = weight.new_zeros(vocab, dtype=sum_dtype(weight)) if needed[2] else None
     for done in ranges(count, tiles.rows):
         place, some, part = _place(rows, index, done, num_rows)

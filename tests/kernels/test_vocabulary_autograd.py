@@ -222,3 +222,18 @@ def test_nan_in_a_masked_hidden_row_reaches_the_weight(place, context, valid_tok
         grads.append((hidden.grad, weight.grad))
     assert torch.equal(grads[0][0], grads[1][0]) and torch.equal(grads[0][1], grads[1][1])
     assert grads[1][1].isfinite().all()
+
+
+def test_gradients_of_transposed_parameters_are_scaled_in_the_wrong_order(place, context):
+    """A weight kept as [H, V]: what is formed with the loss is multiplied by 0.3 afterwards, row by row."""
+    grads = []
+    for transposed in (False, True):
+        hidden, weight = (tensor.detach() for tensor in layer(place))
+        if transposed:
+            hidden, weight = (tensor.t().contiguous().t() for tensor in (hidden, weight))
+        leaves = hidden.requires_grad_(), weight.requires_grad_()
+        tokens, options = arguments(place, context)
+        (p3o_loss_from_hidden(*leaves, *tokens, **options).loss * 0.3).backward()
+        grads.append([leaf.grad for leaf in leaves])
+    for plain, other in zip(*grads, strict=True):
+        torch.testing.assert_close(other, plain, rtol=1e-5, atol=1e-7)
