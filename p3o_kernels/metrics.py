@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,24 @@ class P3OMetrics:
     def zeros(device: torch.device | str | None = None) -> P3OMetrics:
         """Metrics of no token."""
         return P3OMetrics(torch.zeros(NUM_METRICS, dtype=torch.float64, device=device))
+
+    @staticmethod
+    def from_sums(sums: Mapping[str, Tensor], log_ratio_abs_max: Tensor) -> P3OMetrics:
+        """Metrics of another token loss that is to be compared with P3O: [] sums by name, and the largest abs(l).
+
+        Names: sum_ratio, sum_ratio_sq, num_tokens, invalid, log_ratio_abs, cap_hits, clip_hits, capped_ratio,
+        score_loss, behavior_kl, reference_kl, entropy, adaptive_kl_loss, total_loss, weighted_ess (e * N). A name that
+        is left out is 0.
+
+        Raises:
+            ValueError: an unknown name.
+        """
+        unknown = sorted(set(sums) - set(SUM_FIELDS))
+        if unknown:
+            raise ValueError(f"unknown sums {', '.join(unknown)}; the names are {', '.join(SUM_FIELDS)}")
+        zero = torch.zeros((), dtype=torch.float64, device=log_ratio_abs_max.device)
+        values = [sums.get(name, zero).detach().double() for name in SUM_FIELDS]
+        return P3OMetrics(torch.stack([*values, log_ratio_abs_max.detach().double()]))
 
     def __add__(self, other: P3OMetrics) -> P3OMetrics:
         if not isinstance(other, P3OMetrics):

@@ -1,4 +1,4 @@
-"""The P3O objective of one micro-batch, in the form that Megatron's schedules ask of a loss function.
+"""The objective of one micro-batch, in the form that Megatron's schedules ask of a loss function.
 
 A micro-batch gives a token *sum*, the exact count of its valid tokens on this rank, and sums for the metrics. Megatron
 adds the counts over micro-batches and DP x CP ranks and divides the gradients once (calculate_per_token_loss), so the
@@ -8,39 +8,76 @@ objective does not depend on how a step is cut.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from p3o_kernels import ESSContext, P3OOutput, RatioStats, p3o_loss_from_logits, ratio_stats, token_log_probs
+from p3o_kernels import (
+    ESSContext,
+    P3OMetrics,
+    linear_log_probs,
+    p3o_loss_from_hidden,
+    p3o_loss_from_logits,
+    token_log_probs,
+)
+from p3o_train.grpo import grpo_loss
 from p3o_train.parallel import ParallelGroups
 from p3o_train.types import PackedBatch
 
+ESTIMATORS = ("p3o", "grpo")
 SCOPES = ("micro-batch", "step")
+SOURCES = ("prepass", "reuse")
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What is optimised; the fields are those of ``p3o_kernels.p3o_loss_from_logits`` of the same names."""
+    """What is optimised; most fields are those of ``p3o_kernels.p3o_loss_from_logits`` of the same names."""
 
+    advantage_estimator: str = "p3o"
+    """"p3o", or "grpo" (see ``p3o_train.grpo``) on the same tokens and counts, for comparison."""
     ess_scope: str = "micro-batch"
     """"micro-batch": e from the tokens of each micro-batch index, over DP x CP. "step": one frozen e for the optimizer
-    step, from a pass without gradients."""
+    step. GRPO has no e and ignores it."""
+    context_source: str = "prepass"
+    """Of a step's e. "prepass": a forward pass without gradients before the training pass. "reuse": the trainer's own
+    log-prob pass, when it ran with these weights; no extra forward pass."""
+    from_hidden: bool = False
+    """The output layer is bypassed: log-probs and gradients come from hidden states and its weight, tile by tile, and
+    [T, V] logits never exist."""
     kl_mode: str = "proxy_safe"
     clip_low: float = 0.2
     clip_high: float = 0.2
+    """For P3O margins of a metric, for GRPO the clip range."""
     entropy_coef: float = 0.0
     ref_kl_coef: float = 0.0
     temperature: float = 1.0
     """tau of the trainer: it divides the logits."""
 
     def __post_init__(self) -> None:
-        if self.ess_scope not in SCOPES:
-            raise ValueError(f"ess_scope must be one of {', '.join(SCOPES)}; got {self.ess_scope!r}")
+        for name, choices in (
+            ("advantage_estimator", ESTIMATORS),
+            ("ess_scope", SCOPES),
+            ("context_source", SOURCES),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
+
+    @property
+    def needs_context(self) -> bool:
+        """Whether e must be known before the training pass."""
+        return self.advantage_estimator == "p3o" and self.ess_scope == "step"
 
 
-def packed_logits(output: Tensor, batch: PackedBatch) -> Tensor:
-    """[T, V / tp]: a model's output [1, T, V / tp], or [T, 1, V / tp] as the hidden layers order it.
+class LossSum(NamedTuple):
+    """What one micro-batch contributes on this rank."""
+
+    loss: Tensor
+    """[] float32, a sum over tokens, connected to the model also without a valid token."""
+    metrics: P3OMetrics
+
+
+def packed_rows(output: Tensor, batch: PackedBatch) -> Tensor:
+    """[T, n]: a model's output [1, T, n], or [T, 1, n] as the hidden layers order it; n is V / tp, or the hidden size.
 
     Raises:
         ValueError: another shape, naming both.
@@ -52,68 +89,109 @@ def packed_logits(output: Tensor, batch: PackedBatch) -> Tensor:
         output = output[:, 0]
     if output.dim() != 2 or output.shape[0] != tokens:
         raise ValueError(
-            f"the model's output must be [1, T, V] or [T, 1, V] with T = {tokens} tokens of the micro-batch, got "
+            f"the model's output must be [1, T, n] or [T, 1, n] with T = {tokens} tokens of the micro-batch, got "
             f"{shape}"
         )
     return output
 
 
-@torch.no_grad()
-def micro_batch_statistics(
-    logits: Tensor, batch: PackedBatch, objective: Objective, groups: ParallelGroups
-) -> RatioStats:
-    """S1, S2, N and the invalid count of this rank's tokens, for a step's e; nothing is read back."""
-    log_probs = token_log_probs(
-        logits, batch.labels, mask=batch.mask, temperature=objective.temperature, process_group=groups.tensor
-    )
-    if isinstance(log_probs, tuple):
-        raise TypeError("token_log_probs returned an entropy that was not asked for")
-    return ratio_stats(log_probs, batch.behavior_log_probs, batch.mask)
+def micro_batch_log_probs(
+    rows: Tensor,
+    batch: PackedBatch,
+    objective: Objective,
+    groups: ParallelGroups,
+    weight: Tensor | None = None,
+    return_entropy: bool = False,
+) -> Any:
+    """[T] float32 log-probs of the labels, with ``return_entropy`` also [T] entropies; 0 where the mask is False.
+
+    Args:
+        rows: [T, V / tp] logits before the temperature; with ``weight``, [T, H] hidden states.
+        weight: [V / tp, H] of the output layer.
+    """
+    options: dict[str, Any] = {
+        "mask": batch.mask,
+        "temperature": objective.temperature,
+        "process_group": groups.tensor,
+        "return_entropy": return_entropy,
+    }
+    if weight is None:
+        return token_log_probs(rows, batch.labels, **options)
+    return linear_log_probs(rows, weight, batch.labels, valid_tokens=batch.num_tokens, **options)
 
 
 def micro_batch_loss(
-    logits: Tensor,
+    rows: Tensor,
     batch: PackedBatch,
     objective: Objective,
     groups: ParallelGroups,
     context: ESSContext | None = None,
+    weight: Tensor | None = None,
     ref_log_probs: Tensor | None = None,
-) -> P3OOutput:
-    """Token sum of the loss, connected to ``logits`` also without a valid token, with the exact count and metrics.
+) -> LossSum:
+    """The token sum of the loss and the metrics of one micro-batch; a dummy adds exact zeros.
 
     Args:
-        logits: [T, V / tp], before the temperature.
-        batch: the micro-batch; a dummy enters the collectives and adds exact zeros.
-        context: the frozen e of the step; needed in step scope, refused in micro-batch scope.
+        rows, weight: as in ``micro_batch_log_probs``.
+        batch: the micro-batch; a dummy enters the collectives as well.
+        context: the frozen e of the step; needed in step scope, refused in micro-batch scope and with GRPO.
         ref_log_probs: [T] of a reference policy, needed for ``ref_kl_coef``.
 
     Raises:
         RuntimeError: step scope without a context: the pre-pass must run before.
-        ValueError: micro-batch scope with a context.
+        ValueError: a context that the objective has no use for.
     """
-    if objective.ess_scope == "step" and context is None:
+    if objective.needs_context and context is None:
         raise RuntimeError(
             'ess_scope="step" needs the frozen e of the step: the pre-pass must run before the training pass'
         )
-    if objective.ess_scope == "micro-batch" and context is not None:
-        raise ValueError('ess_scope="micro-batch" takes e from each micro-batch, but a context was given')
-    return p3o_loss_from_logits(
-        logits,
-        batch.labels,
-        batch.behavior_log_probs,
-        batch.advantages,
-        batch.mask,
-        cu_seqlens=batch.local_cu_seqlens,
-        context=context,
-        ess_process_group=groups.data_context if context is None else None,
-        reduction="sum",
-        kl_mode=objective.kl_mode,
+    if not objective.needs_context and context is not None:
+        raise ValueError('only P3O with ess_scope="step" takes a frozen e, but a context was given')
+    if objective.advantage_estimator == "grpo":
+        return _grpo(rows, batch, objective, groups, weight, ref_log_probs)
+    options: dict[str, Any] = {
+        "cu_seqlens": batch.local_cu_seqlens,
+        "context": context,
+        "ess_process_group": groups.data_context if context is None else None,
+        "reduction": "sum",
+        "kl_mode": objective.kl_mode,
+        "clip_low": objective.clip_low,
+        "clip_high": objective.clip_high,
+        "ref_log_probs": ref_log_probs,
+        "ref_kl_coef": objective.ref_kl_coef,
+        "entropy_coef": objective.entropy_coef,
+        "validate": False,  # the step decides once, on every rank
+        "temperature": objective.temperature,
+        "process_group": groups.tensor,
+    }
+    targets = (batch.labels, batch.behavior_log_probs, batch.advantages, batch.mask)
+    if weight is None:
+        made = p3o_loss_from_logits(rows, *targets, **options)
+    else:
+        made = p3o_loss_from_hidden(rows, weight, *targets, valid_tokens=batch.num_tokens, **options)
+    return LossSum(made.loss, made.metrics)
+
+
+def _grpo(
+    rows: Tensor,
+    batch: PackedBatch,
+    objective: Objective,
+    groups: ParallelGroups,
+    weight: Tensor | None,
+    ref_log_probs: Tensor | None,
+) -> LossSum:
+    entropy = None
+    made = micro_batch_log_probs(rows, batch, objective, groups, weight, bool(objective.entropy_coef))
+    if objective.entropy_coef:
+        made, entropy = made
+    loss, metrics = grpo_loss(
+        made,
+        batch,
         clip_low=objective.clip_low,
         clip_high=objective.clip_high,
+        entropy=entropy,
+        entropy_coef=objective.entropy_coef,
         ref_log_probs=ref_log_probs,
         ref_kl_coef=objective.ref_kl_coef,
-        entropy_coef=objective.entropy_coef,
-        validate=False,  # the step decides once, on every rank
-        temperature=objective.temperature,
-        process_group=groups.tensor,
     )
+    return LossSum(loss, metrics)

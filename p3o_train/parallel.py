@@ -7,7 +7,7 @@ tensor-parallel ranks hold copies of them, and pipeline stages before the last o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -60,23 +60,80 @@ class ParallelGroups:
         return self.pipeline is None or self.pipeline.rank() == self.pipeline.size() - 1
 
 
-def reduce_statistics(stats: RatioStats, groups: ParallelGroups) -> RatioStats:
+def reduce_statistics(stats: RatioStats, groups: ParallelGroups, failure: Exception | None = None) -> RatioStats:
     """The sums of the whole step, the same bits on every rank: a sum over DP x CP, then a copy to earlier stages.
 
     Every rank calls; what stages before the last pass in is not used.
+
+    Args:
+        failure: why this rank has no statistics, if it has none.
+
+    Raises:
+        RuntimeError: some rank of the last stage failed; the same text on every rank. One host read for that.
     """
-    vector = stats.as_vector()
+    failed = torch.full_like(stats.num_tokens, 0.0 if failure is None else 1.0)
+    vector = torch.cat([stats.as_vector(), failed[None]])
     if groups.is_last_stage and groups.data_context is not None:
-        vector = stats.all_reduce(groups.data_context).as_vector()
-    return RatioStats.from_vector(_from_last_stage(vector, groups))
+        vector = _sum_over_ranks(vector, groups.data_context)
+    vector = _from_last_stage(vector, groups)
+    if vector[4].item():
+        raise_together(failure, groups)
+    return RatioStats.from_vector(vector[:4])
 
 
 def reduce_counts(counts: Tensor, groups: ParallelGroups) -> Tensor:
     """[n] float64: counts of the whole step, by the same way; float64 counts tokens exactly up to 2^53."""
     total = counts.detach().double()
     if groups.is_last_stage and groups.data_context is not None:
-        dist.all_reduce(total, group=groups.data_context)
+        total = _sum_over_ranks(total, groups.data_context)
     return _from_last_stage(total, groups)
+
+
+def raise_together(failure: Exception | None, groups: ParallelGroups) -> NoReturn:
+    """Raises the same error on every rank, when every rank knows that some rank of the last stage failed.
+
+    Raises:
+        RuntimeError: naming the first rank that failed and its error; from ``failure`` on a rank that has one.
+    """
+    text = None if failure is None else f"rank {_global_rank()} raised {type(failure).__name__}: {failure}"
+    texts: list[str | None] = [text]
+    if groups.is_last_stage and groups.data_context is not None:
+        texts = [None] * groups.data_context.size()
+        dist.all_gather_object(texts, text, group=groups.data_context)
+    told: list[str | None] = [next((text for text in texts if text is not None), "a rank failed")]
+    if groups.pipeline is not None:
+        source = dist.get_global_rank(groups.pipeline, groups.pipeline.size() - 1)
+        dist.broadcast_object_list(told, src=source, group=groups.pipeline)
+    raise RuntimeError(f"this optimizer step was given up before anything moved: {told[0]}") from failure
+
+
+def check_equal_counts(count: int, groups: ParallelGroups, device: torch.device) -> None:
+    """That every rank has the same number of micro-batches; otherwise schedules and collectives would wait forever.
+
+    Raises:
+        ValueError: on every rank, with the smallest and the largest number.
+    """
+    extremes = torch.tensor([-count, count], dtype=torch.int64, device=device)
+    for group in (groups.data_context, groups.pipeline, groups.tensor):
+        if group is not None:
+            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    smallest, largest = -int(extremes[0]), int(extremes[1])
+    if smallest != largest:
+        raise ValueError(
+            f"every rank needs the same number of micro-batches, but one has {smallest} and another {largest} (this "
+            f"one {count}); fill up with dummy_batch, as plan_micro_batches and pack_step do"
+        )
+
+
+def _global_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _sum_over_ranks(vector: Tensor, group: ProcessGroup) -> Tensor:
+    """Added in the order of the ranks: the same bits on every rank, run after run."""
+    gathered = vector.new_empty(group.size(), vector.numel())
+    dist.all_gather(list(gathered.unbind(0)), vector.contiguous(), group=group)
+    return gathered.sum(0)
 
 
 def _from_last_stage(vector: Tensor, groups: ParallelGroups) -> Tensor:

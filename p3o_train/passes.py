@@ -1,135 +1,244 @@
 """The passes over the micro-batches of an optimizer step, by Megatron-Core's own pipeline schedule.
 
-    step scope          1. forward only, without gradients: S1, S2, N of every micro-batch; one reduction; e is frozen
-                        2. forward and backward with that e, over the same micro-batches
-    micro-batch scope   2. alone: every micro-batch reduces its own e
+    step scope, prepass     1. forward only, without gradients: S1, S2, N of every micro-batch; one reduction freezes e
+                            2. forward and backward with that e, over the same micro-batches
+    step scope, reuse       1. no pass: S1, S2, N from the log-probs of ``policy_log_probs``, run with these weights
+    micro-batch scope       2. alone: every micro-batch reduces its own e
+    GRPO                    2. alone
 
 Gradients are left as Megatron leaves them: summed over tokens, divided once by the token count of the whole step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from p3o_kernels import ESSContext, P3OMetrics
-from p3o_train.objective import Objective, micro_batch_loss, micro_batch_statistics, packed_logits
-from p3o_train.packed_attention import packed_seq_params
-from p3o_train.parallel import ParallelGroups
+from p3o_kernels import ESSContext, P3OMetrics, ratio_stats
+from p3o_train.forward import build_rl_forward_kwargs, bypassed_output_layers, output_weight
+from p3o_train.objective import Objective, micro_batch_log_probs, micro_batch_loss, packed_rows
+from p3o_train.parallel import ParallelGroups, check_equal_counts
 from p3o_train.replay import MicroBatches, ReplayCheck, replayed
-from p3o_train.step import StepStatistics, checked_finalizer
+from p3o_train.step import CheckedFinalizer, StepStatistics
 from p3o_train.types import PackedBatch
+
+
+class PolicyLogProbs(NamedTuple):
+    """The trainer's own log-probs of some micro-batches."""
+
+    values: tuple[Tensor, ...]
+    """[T] float32 for each micro-batch, 0 where its mask is False; empty on pipeline stages before the last one."""
+    seen: tuple[Tensor, ...]
+    """What ``ReplayCheck`` noted of each micro-batch."""
+    weight_version: int
+    """Of the weights that the pass ran with, as the caller counts them."""
 
 
 class StepResult(NamedTuple):
     """What a step leaves besides gradients."""
 
     context: ESSContext | None
-    """The frozen e; None in micro-batch scope."""
+    """The frozen e of step scope."""
     metrics: P3OMetrics | None
     """Sums over this rank's micro-batches; None on pipeline stages before the last one."""
 
 
-class _Pass:
-    """One pass of the schedule: the forward step that Megatron calls, and what comes out of it."""
+def policy_log_probs(
+    model: Sequence[Any],
+    batches: Sequence[PackedBatch],
+    objective: Objective,
+    groups: ParallelGroups,
+    weight_version: int = 0,
+) -> PolicyLogProbs:
+    """A forward pass without gradients: log-probs of every micro-batch under the current weights.
 
-    def __init__(self, objective: Objective, groups: ParallelGroups, check: ReplayCheck) -> None:
-        self.objective, self.groups, self.check = objective, groups, check
-        self.statistics = StepStatistics()
-        self.context: ESSContext | None = None
-        self.metrics: list[Tensor] = []
+    The arguments are those of ``step_gradients``, and so are the errors that concern them. Dropout, if the model has
+    it, is active or not as the model is in training mode or not.
+    """
+    values: list[Tensor] = []
+    check = ReplayCheck()
 
-    def invalid_tokens(self) -> Tensor | None:
-        """[] over the micro-batches so far; None on stages without a loss."""
-        total = _summed(self.metrics)
-        return None if total is None else total.means()["invalid_tokens"]
+    def collect(rows: Tensor, batch: PackedBatch, weight: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+        values.append(micro_batch_log_probs(rows, batch, objective, groups, weight))
+        return rows.new_zeros(()), {}
 
-    def statistics_step(self, iterator: Iterator[PackedBatch], model: Any) -> Any:
-        batch = next(iterator)
-        self.check.record(batch, second_pass=False)
-
-        def collect(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            logits = packed_logits(output, batch)
-            self.statistics.add(micro_batch_statistics(logits, batch, self.objective, self.groups))
-            return output.new_zeros(()), _count(batch, output), {}
-
-        return _run(model, batch), collect
-
-    def training_step(self, iterator: Iterator[PackedBatch], model: Any) -> Any:
-        batch = next(iterator)
-        self.check.record(batch, second_pass=True)
-
-        def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            logits = packed_logits(output, batch)
-            made = micro_batch_loss(logits, batch, self.objective, self.groups, self.context)
-            self.metrics.append(made.metrics.vector)
-            return made.loss, _count(batch, output), {"loss_sum": made.loss.detach()}
-
-        return _run(model, batch), loss
-
-
-def _run(model: Any, batch: PackedBatch) -> Any:
-    return model(batch.tokens[None], batch.position_ids[None], None, packed_seq_params=packed_seq_params(batch))
-
-
-def _count(batch: PackedBatch, like: Tensor) -> Tensor:
-    """The exact count of this rank, an integer: Megatron adds it to an integer."""
-    return torch.tensor(batch.num_tokens, dtype=torch.int, device=like.device)
+    check_equal_counts(len(batches), groups, batches[0].tokens.device)
+    iterator = MicroBatches(batches)
+    with replayed(iterator), torch.no_grad():
+        _schedule(model, iterator, objective, collect, check, second_pass=False)
+    return PolicyLogProbs(tuple(values), check.first, weight_version)
 
 
 def step_gradients(
-    model: Sequence[Any], batches: Sequence[PackedBatch], objective: Objective, groups: ParallelGroups
+    model: Sequence[Any],
+    batches: Sequence[PackedBatch],
+    objective: Objective,
+    groups: ParallelGroups,
+    *,
+    log_probs: PolicyLogProbs | None = None,
+    ref_log_probs: Sequence[Tensor] | None = None,
+    weight_version: int = 0,
 ) -> StepResult:
     """Gradients of one optimizer step in the parameters of ``model``.
 
     Args:
         model: the chunks of this rank, as Megatron's schedules take them. Their config needs
             ``calculate_per_token_loss`` and ``finalize_model_grads_func``.
-        batches: this rank's micro-batches; every data-parallel rank has the same number of them, dummies included.
+        batches: this rank's micro-batches; every rank has the same number of them, dummies included.
         objective: what is optimised.
         groups: as ``ParallelGroups.from_megatron`` gives them.
+        log_probs: of the same micro-batches, needed for ``context_source="reuse"``.
+        ref_log_probs: [T] of the reference policy for each micro-batch, needed for ``ref_kl_coef`` on the last stage.
+        weight_version: of the current weights; ``log_probs`` of other ones are refused.
 
     Raises:
-        ValueError: invalid data on any rank, on all of them alike.
-        RuntimeError: no valid token in the whole step, a configuration that would not divide by the token count, or
-            passes that saw different tokens.
+        ValueError: invalid data on any rank, on all of them alike; ranks with different numbers of micro-batches;
+            log-probs of other weights or tokens.
+        RuntimeError: no valid token in the whole step, a rank that failed in its pre-pass (on all ranks alike), a
+            configuration that would not divide by the token count, or passes that saw different tokens.
     """
     from megatron.core.utils import get_model_config
 
-    config = get_model_config(model[0])
+    config, device = get_model_config(model[0]), batches[0].tokens.device
     if not config.calculate_per_token_loss:
         raise RuntimeError(
             "calculate_per_token_loss must be True: otherwise every micro-batch is divided by its own token count and "
             "the objective depends on how the step is cut"
         )
-    iterator, check = MicroBatches(batches), ReplayCheck()
-    run = _Pass(objective, groups, check)
-    if objective.ess_scope == "step":
-        with replayed(iterator), torch.no_grad():
-            _schedule(run.statistics_step, iterator, model, forward_only=True)
-        run.context = run.statistics.freeze(groups, batches[0].tokens.device)
-    with checked_finalizer(config, groups, run.invalid_tokens):
-        _schedule(run.training_step, iterator, model, forward_only=False)
-    if objective.ess_scope == "step":
-        check.verify()
-    return StepResult(run.context, _summed(run.metrics))
+    reused = _checked_source(objective, log_probs, weight_version)
+    check_equal_counts(len(batches), groups, device)
+    iterator, check = MicroBatches(batches), ReplayCheck(() if reused is None else reused.seen)
+    context: ESSContext | None = None
+    if objective.needs_context:
+        context = _frozen_context(model, iterator, objective, groups, check, reused)
+    metrics: list[Tensor] = []
+    references = _references(ref_log_probs, batches, objective, groups)
+
+    def loss(rows: Tensor, batch: PackedBatch, weight: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+        made = micro_batch_loss(rows, batch, objective, groups, context, weight, next(references))
+        metrics.append(made.metrics.vector)
+        return made.loss, {"loss_sum": made.loss.detach()}
+
+    def invalid_tokens() -> Tensor | None:
+        if not groups.is_last_stage:
+            return None
+        if objective.needs_context:
+            check.verify()
+        total = _summed(metrics)
+        return None if total is None else total.means()["invalid_tokens"]
+
+    # micro-batch scope alone has collectives between data-parallel ranks before the finalizer's
+    joins = objective.needs_context or objective.advantage_estimator == "grpo"
+    with CheckedFinalizer(config, groups, invalid_tokens, device, joins):
+        _schedule(model, iterator, objective, loss, check, second_pass=True)
+    return StepResult(context, _summed(metrics))
 
 
-def _schedule(step: Any, iterator: MicroBatches, model: Sequence[Any], forward_only: bool) -> None:
+def _references(
+    ref_log_probs: Sequence[Tensor] | None, batches: Sequence[PackedBatch], objective: Objective, groups: ParallelGroups
+) -> Iterator[Tensor | None]:
+    """One for each micro-batch, None where the objective needs none."""
+    if not objective.ref_kl_coef or not groups.is_last_stage:
+        return itertools.repeat(None)
+    found = None if ref_log_probs is None else len(ref_log_probs)
+    if ref_log_probs is None or found != len(batches):
+        raise ValueError(
+            f"ref_kl_coef={objective.ref_kl_coef} needs ref_log_probs, one [T] for each of {len(batches)} "
+            f"micro-batches; got {found}"
+        )
+    return iter(ref_log_probs)
+
+
+def _checked_source(
+    objective: Objective, log_probs: PolicyLogProbs | None, weight_version: int
+) -> PolicyLogProbs | None:
+    """The log-probs to take statistics from; None where a pre-pass makes them."""
+    if not objective.needs_context or objective.context_source == "prepass":
+        return None
+    if log_probs is None:
+        raise ValueError(
+            'context_source="reuse" needs log_probs, the result of policy_log_probs for these micro-batches; got None. '
+            'Run it first, or set context_source="prepass"'
+        )
+    if log_probs.weight_version != weight_version:
+        raise ValueError(
+            f"log_probs were made by weights of version {log_probs.weight_version}, but these are version "
+            f"{weight_version}: their e would belong to an older policy. Run policy_log_probs again, or set "
+            'context_source="prepass"'
+        )
+    return log_probs
+
+
+def _frozen_context(
+    model: Sequence[Any],
+    iterator: MicroBatches,
+    objective: Objective,
+    groups: ParallelGroups,
+    check: ReplayCheck,
+    reused: PolicyLogProbs | None,
+) -> ESSContext:
+    statistics = StepStatistics()
+    failure: Exception | None = None
+    device = iterator.batches[0].tokens.device
+
+    def collect(rows: Tensor, batch: PackedBatch, weight: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+        made = micro_batch_log_probs(rows, batch, objective, groups, weight)
+        statistics.add(ratio_stats(made, batch.behavior_log_probs, batch.mask))
+        return rows.new_zeros(()), {}
+
+    try:
+        if reused is None:
+            with replayed(iterator), torch.no_grad():
+                _schedule(model, iterator, objective, collect, check, second_pass=False)
+        elif groups.is_last_stage:
+            for values, batch in zip(reused.values, iterator.batches, strict=True):
+                statistics.add(ratio_stats(values, batch.behavior_log_probs, batch.mask))
+    except Exception as error:  # told to every rank by the reduction, which the others are waiting in
+        failure = error
+    return statistics.freeze(groups, device, failure)
+
+
+_LossFunction = Callable[[Tensor, PackedBatch, "Tensor | None"], "tuple[Tensor, dict[str, Tensor]]"]
+
+
+def _schedule(
+    model: Sequence[Any],
+    iterator: MicroBatches,
+    objective: Objective,
+    loss_function: _LossFunction,
+    check: ReplayCheck,
+    second_pass: bool,
+) -> None:
+    """One pass of Megatron's schedule, without gradients in the first; the last stage calls ``loss_function``."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    get_forward_backward_func()(
-        forward_step_func=step,
-        data_iterator=iterator if len(model) == 1 else [iterator] * len(model),
-        model=list(model),
-        num_microbatches=len(iterator),
-        seq_length=1,  # micro-batches differ in length, and stages tell each other (variable_seq_lengths)
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )
+    def forward_step(iterator: Iterator[PackedBatch], chunk: Any) -> Any:
+        batch = next(iterator)
+        check.record(batch, second_pass)
+
+        def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            weight = output_weight(chunk) if objective.from_hidden else None
+            made, report = loss_function(packed_rows(output, batch), batch, weight)
+            # an integer: Megatron adds it to an integer
+            return made, torch.tensor(batch.num_tokens, dtype=torch.int, device=output.device), report
+
+        return chunk(**build_rl_forward_kwargs(batch)), loss
+
+    with bypassed_output_layers(model) if objective.from_hidden else contextlib.nullcontext():
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterator if len(model) == 1 else [iterator] * len(model),
+            model=list(model),
+            num_microbatches=len(iterator.batches),
+            seq_length=1,  # micro-batches differ in length, and stages tell each other (variable_seq_lengths)
+            micro_batch_size=1,
+            forward_only=not second_pass,
+        )
 
 
 def _summed(vectors: Sequence[Tensor]) -> P3OMetrics | None:

@@ -32,21 +32,18 @@ class MicroBatches:
     """The micro-batches of a step as an iterator that can be replayed."""
 
     def __init__(self, batches: Sequence[PackedBatch]) -> None:
-        self._batches = batches
+        self.batches = batches
+        """All of them, seen or not."""
         self._position = 0
 
     def __iter__(self) -> MicroBatches:
         return self
 
     def __next__(self) -> PackedBatch:
-        if self._position >= len(self._batches):
+        if self._position >= len(self.batches):
             raise StopIteration
         self._position += 1
-        return self._batches[self._position - 1]
-
-    def __len__(self) -> int:
-        """Micro-batches of the whole step, seen or not."""
-        return len(self._batches)
+        return self.batches[self._position - 1]
 
     def snapshot_position(self) -> int:
         """How many micro-batches were taken."""
@@ -58,8 +55,8 @@ class MicroBatches:
         Raises:
             ValueError: a position that the step does not have.
         """
-        if not 0 <= position <= len(self._batches):
-            raise ValueError(f"position must be between 0 and {len(self._batches)}, got {position}")
+        if not 0 <= position <= len(self.batches):
+            raise ValueError(f"position must be between 0 and {len(self.batches)}, got {position}")
         self._position = position
 
 
@@ -130,9 +127,14 @@ def _megatron_tracker() -> Any:
 class ReplayCheck:
     """Proves that both passes saw the same tokens in the same order, at the price of a few numbers a micro-batch."""
 
-    def __init__(self) -> None:
-        self._first: list[Tensor] = []
-        self._second: list[Tensor] = []
+    def __init__(self, first: Sequence[Tensor] = ()) -> None:
+        """``first``: the notes of an earlier first pass."""
+        self._first, self._second = list(first), list[Tensor]()
+
+    @property
+    def first(self) -> tuple[Tensor, ...]:
+        """Notes of the first pass: [3] int64 for each micro-batch."""
+        return tuple(self._first)
 
     def record(self, batch: PackedBatch, second_pass: bool) -> None:
         """Notes one micro-batch of either pass; on the device, nothing is read back."""

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from p3o_kernels import reference
-from p3o_train.objective import Objective, micro_batch_loss, micro_batch_statistics, packed_logits
+from p3o_kernels import ratio_stats, reference
+from p3o_train.objective import Objective, micro_batch_log_probs, micro_batch_loss, packed_rows
 from p3o_train.packing import dummy_batch, pack
 from p3o_train.parallel import ParallelGroups
 from p3o_train.step import StepStatistics
@@ -43,12 +43,17 @@ def run(cut, objective, context=None):
         output = micro_batch_loss(logits, batch, objective, ALONE, context)
         output.loss.backward()
         total += output.loss.item()
-        count += int(output.num_tokens)
-        assert int(output.num_tokens) == batch.num_tokens
+        tokens = int(output.metrics.means()["valid_tokens"])
+        assert tokens == batch.num_tokens
+        count += tokens
         offsets = batch.cu_seqlens.tolist()
         for place, index in enumerate(indices):
             grads[index] = logits.grad[offsets[place] : offsets[place + 1]]
     return total, count, grads
+
+
+def statistics_of(logits, batch):
+    return ratio_stats(micro_batch_log_probs(logits, batch, STEP, ALONE), batch.behavior_log_probs, batch.mask)
 
 
 def frozen(cut):
@@ -57,7 +62,7 @@ def frozen(cut):
         chosen = [samples()[index] for index in indices]
         batch = pack(chosen, [0.0] * len(chosen))
         logits = torch.cat([normal(sample.token_ids.numel(), V, seed=int(sample.sample_id)) for sample in chosen])
-        statistics.add(micro_batch_statistics(logits, batch, STEP, ALONE))
+        statistics.add(statistics_of(logits, batch))
     return statistics.freeze(ALONE, "cpu")
 
 
@@ -103,8 +108,10 @@ def test_a_dummy_adds_exact_zeros_and_stays_connected(scope):
         logits, batch, Objective(ess_scope=scope), ALONE, frozen(WHOLE) if scope == "step" else None
     )
     output.loss.backward()
-    assert output.loss == 0 and output.num_tokens == 0 and torch.equal(logits.grad, torch.zeros(1, V))
-    assert micro_batch_statistics(logits.detach(), batch, STEP, ALONE).as_vector().tolist() == [0.0] * 4
+    assert (
+        output.loss == 0 and output.metrics.means()["valid_tokens"] == 0 and torch.equal(logits.grad, torch.zeros(1, V))
+    )
+    assert statistics_of(logits.detach(), batch).as_vector().tolist() == [0.0] * 4
 
 
 def test_step_scope_without_its_pre_pass():
@@ -117,9 +124,26 @@ def test_micro_batch_scope_with_a_context():
         run(WHOLE, Objective(), frozen(WHOLE))
 
 
-def test_unknown_scope():
-    with pytest.raises(ValueError, match="ess_scope must be one of micro-batch, step; got 'batch'"):
-        Objective(ess_scope="batch")
+@pytest.mark.parametrize("name", ["ess_scope", "advantage_estimator", "context_source"])
+def test_unknown_choice(name):
+    with pytest.raises(ValueError, match=f"{name} must be one of .*; got 'batch'"):
+        Objective(**{name: "batch"})
+
+
+@pytest.mark.parametrize("objective", [Objective(), STEP, Objective(advantage_estimator="grpo")], ids=str)
+def test_hidden_states_give_another_loss_than_logits(objective):
+    """The output layer inside the loss: same sum, same gradients of hidden states and weight."""
+    batch = pack(samples(), ADVANTAGES)
+    context = frozen(WHOLE) if objective.needs_context else None
+    hidden = normal(batch.tokens.numel(), 6, seed=1).requires_grad_()
+    weight = normal(V, 6, seed=2).requires_grad_()
+    outside = micro_batch_loss(hidden @ weight.T, batch, objective, ALONE, context)
+    inside = micro_batch_loss(hidden, batch, objective, ALONE, context, weight)
+    for one, other in zip(
+        *(torch.autograd.grad(made.loss, (hidden, weight)) for made in (outside, inside)), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # float32 products of 6 and 27 terms
+    assert inside.loss.item() == pytest.approx(outside.loss.item(), rel=1e-6)
 
 
 def test_logits_of_either_layout():
@@ -127,6 +151,6 @@ def test_logits_of_either_layout():
     tokens = batch.tokens.numel()
     logits = normal(tokens, V, seed=0)
     for output in (logits[None], logits[:, None], logits):
-        assert torch.equal(packed_logits(output, batch), logits)
+        assert torch.equal(packed_rows(output, batch), logits)
     with pytest.raises(ValueError, match=rf"with T = {tokens} tokens of the micro-batch, got \(1, {tokens + 1}, {V}\)"):
-        packed_logits(normal(1, tokens + 1, V, seed=0), batch)
+        packed_rows(normal(1, tokens + 1, V, seed=0), batch)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from p3o_kernels import RatioStats, ratio_stats
 from p3o_train.parallel import ParallelGroups
-from p3o_train.step import StepStatistics, checked_finalizer
+from p3o_train.step import CheckedFinalizer, StepStatistics
 from tests.distributed.ranks import on_all_ranks
 
 # the ratios 1, 2, 0.5, 4 of the golden case, two tokens for each data rank
@@ -100,7 +100,7 @@ def test_the_finalizer_runs_on_invalid_data():
     calls = []
     config = SimpleNamespace(finalize_model_grads_func=finalizer(calls))
     refused = pytest.raises(ValueError, match="invalid data on 2 of 5 valid tokens of this optimizer step")
-    with checked_finalizer(config, ParallelGroups(), lambda: torch.tensor(2.0)), refused:
+    with CheckedFinalizer(config, ParallelGroups(), lambda: torch.tensor(2.0)), refused:
         config.finalize_model_grads_func(["model"], torch.tensor(5))
     assert calls == []
 
@@ -108,7 +108,7 @@ def test_the_finalizer_runs_on_invalid_data():
 def test_the_finalizer_runs_on_no_token_at_all():
     calls = []
     config = SimpleNamespace(finalize_model_grads_func=finalizer(calls))
-    with checked_finalizer(config, ParallelGroups(), no_loss):
+    with CheckedFinalizer(config, ParallelGroups(), no_loss):
         with pytest.raises(RuntimeError, match="the optimizer and the scheduler have not moved"):
             config.finalize_model_grads_func(["model"], torch.tensor(0))
         assert calls == []
@@ -119,7 +119,7 @@ def test_the_finalizer_runs_on_no_token_at_all():
 def test_the_finalizer_is_not_given_back_after_an_error():
     original = finalizer([])
     config = SimpleNamespace(finalize_model_grads_func=original)
-    with pytest.raises(KeyError), checked_finalizer(config, ParallelGroups(), no_loss):
+    with pytest.raises(KeyError), CheckedFinalizer(config, ParallelGroups(), no_loss):
         raise KeyError("in the middle")
     assert config.finalize_model_grads_func is original
 
@@ -127,11 +127,11 @@ def test_the_finalizer_is_not_given_back_after_an_error():
 def test_a_missing_finalizer_or_count_is_found_out_late():
     nothing = SimpleNamespace(finalize_model_grads_func=None)
     missing = pytest.raises(RuntimeError, match="finalize_model_grads_func is not set")
-    with missing, checked_finalizer(nothing, ParallelGroups(), no_loss):
+    with missing, CheckedFinalizer(nothing, ParallelGroups(), no_loss):
         pytest.fail("the body must not run")
     config = SimpleNamespace(finalize_model_grads_func=finalizer([]))
     with (
-        checked_finalizer(config, ParallelGroups(), no_loss),
+        CheckedFinalizer(config, ParallelGroups(), no_loss),
         pytest.raises(RuntimeError, match="calculate_per_token_loss=True"),
     ):
         config.finalize_model_grads_func(["model"])
