@@ -29,6 +29,25 @@ def build_rl_forward_kwargs(batch: PackedBatch) -> dict[str, Any]:
     }
 
 
+def packed_rows(output: Tensor, batch: PackedBatch) -> Tensor:
+    """[T, n]: a model's output [1, T, n], or [T, 1, n] as the hidden layers order it; n is V / tp, or the hidden size.
+
+    Raises:
+        ValueError: another shape, naming both.
+    """
+    tokens, shape = batch.tokens.numel(), tuple(output.shape)
+    if output.dim() == 3 and output.shape[0] == 1:
+        output = output[0]
+    elif output.dim() == 3 and output.shape[1] == 1:
+        output = output[:, 0]
+    if output.dim() != 2 or output.shape[0] != tokens:
+        raise ValueError(
+            f"the model's output must be [1, T, n] or [T, 1, n] with T = {tokens} tokens of the micro-batch, got "
+            f"{shape}"
+        )
+    return output
+
+
 def unwrapped(model: Any) -> Any:
     """The GPTModel inside DDP and precision wrappers."""
     while hasattr(model, "module"):

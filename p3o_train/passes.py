@@ -11,19 +11,18 @@ Gradients are left as Megatron leaves them: summed over tokens, divided once by 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from p3o_kernels import ESSContext, P3OMetrics, ratio_stats
-from p3o_train.forward import build_rl_forward_kwargs, bypassed_output_layers, output_weight
-from p3o_train.objective import Objective, micro_batch_log_probs, micro_batch_loss, packed_rows
+from p3o_train.objective import Objective, micro_batch_log_probs, micro_batch_loss
 from p3o_train.parallel import ParallelGroups, check_equal_counts
 from p3o_train.replay import MicroBatches, ReplayCheck, replayed
+from p3o_train.schedule import run_schedule
 from p3o_train.step import CheckedFinalizer, StepStatistics
 from p3o_train.types import PackedBatch
 
@@ -70,7 +69,7 @@ def policy_log_probs(
     check_equal_counts(len(batches), groups, batches[0].tokens.device)
     iterator = MicroBatches(batches)
     with replayed(iterator), torch.no_grad():
-        _schedule(model, iterator, objective, collect, check, second_pass=False)
+        run_schedule(model, iterator, collect, check.record_first, from_hidden=objective.from_hidden)
     return PolicyLogProbs(tuple(values), check.first, weight_version)
 
 
@@ -135,7 +134,7 @@ def step_gradients(
     # micro-batch scope alone has collectives between data-parallel ranks before the finalizer's
     joins = objective.needs_context or objective.advantage_estimator == "grpo"
     with CheckedFinalizer(config, groups, invalid_tokens, device, joins):
-        _schedule(model, iterator, objective, loss, check, second_pass=True)
+        run_schedule(model, iterator, loss, check.record_second, from_hidden=objective.from_hidden, training=True)
     return StepResult(context, _summed(metrics))
 
 
@@ -194,51 +193,13 @@ def _frozen_context(
     try:
         if reused is None:
             with replayed(iterator), torch.no_grad():
-                _schedule(model, iterator, objective, collect, check, second_pass=False)
+                run_schedule(model, iterator, collect, check.record_first, from_hidden=objective.from_hidden)
         elif groups.is_last_stage:
             for values, batch in zip(reused.values, iterator.batches, strict=True):
                 statistics.add(ratio_stats(values, batch.behavior_log_probs, batch.mask))
     except Exception as error:  # told to every rank by the reduction, which the others are waiting in
         failure = error
     return statistics.freeze(groups, device, failure)
-
-
-_LossFunction = Callable[[Tensor, PackedBatch, "Tensor | None"], "tuple[Tensor, dict[str, Tensor]]"]
-
-
-def _schedule(
-    model: Sequence[Any],
-    iterator: MicroBatches,
-    objective: Objective,
-    loss_function: _LossFunction,
-    check: ReplayCheck,
-    second_pass: bool,
-) -> None:
-    """One pass of Megatron's schedule, without gradients in the first; the last stage calls ``loss_function``."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    def forward_step(iterator: Iterator[PackedBatch], chunk: Any) -> Any:
-        batch = next(iterator)
-        check.record(batch, second_pass)
-
-        def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            weight = output_weight(chunk) if objective.from_hidden else None
-            made, report = loss_function(packed_rows(output, batch), batch, weight)
-            # an integer: Megatron adds it to an integer
-            return made, torch.tensor(batch.num_tokens, dtype=torch.int, device=output.device), report
-
-        return chunk(**build_rl_forward_kwargs(batch)), loss
-
-    with bypassed_output_layers(model) if objective.from_hidden else contextlib.nullcontext():
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iterator if len(model) == 1 else [iterator] * len(model),
-            model=list(model),
-            num_microbatches=len(iterator.batches),
-            seq_length=1,  # micro-batches differ in length, and stages tell each other (variable_seq_lengths)
-            micro_batch_size=1,
-            forward_only=not second_pass,
-        )
 
 
 def _summed(vectors: Sequence[Tensor]) -> P3OMetrics | None:

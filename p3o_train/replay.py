@@ -136,9 +136,13 @@ class ReplayCheck:
         """Notes of the first pass: [3] int64 for each micro-batch."""
         return tuple(self._first)
 
-    def record(self, batch: PackedBatch, second_pass: bool) -> None:
-        """Notes one micro-batch of either pass; on the device, nothing is read back."""
-        (self._second if second_pass else self._first).append(_fingerprint(batch))
+    def record_first(self, batch: PackedBatch) -> None:
+        """Notes one micro-batch of the first pass; on the device, nothing is read back."""
+        self._first.append(_fingerprint(batch))
+
+    def record_second(self, batch: PackedBatch) -> None:
+        """Notes one of the second pass."""
+        self._second.append(_fingerprint(batch))
 
     def verify(self) -> None:
         """Compares the passes; one host read.

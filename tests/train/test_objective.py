@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from p3o_kernels import ratio_stats, reference
-from p3o_train.objective import Objective, micro_batch_log_probs, micro_batch_loss, packed_rows
+from p3o_train.forward import packed_rows
+from p3o_train.objective import Objective, micro_batch_log_probs, micro_batch_loss
 from p3o_train.packing import dummy_batch, pack
 from p3o_train.parallel import ParallelGroups
 from p3o_train.step import StepStatistics

@@ -97,7 +97,7 @@ def check(first, second):
     passes = ReplayCheck()
     for second_pass, seen in enumerate((first, second)):
         for made in seen:
-            passes.record(made, bool(second_pass))
+            (passes.record_second if second_pass else passes.record_first)(made)
     passes.verify()
 
 
