@@ -11,11 +11,11 @@ and the gradient of the gather sums their gradients in the order of the ranks.
 Padding is taken out rather than masked: rows of it neither attend nor are attended to, their output is 0, and what
 they hold, NaN included, reaches nobody.
 
-Used where transformer-engine is not. It loops over sequences and reads their offsets on the host.
+Used where transformer-engine is not. Sequences of one length attend in one batch; their offsets are read on the host.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -74,29 +74,46 @@ def packed_attention(
     owned = [owned_positions(padded_lengths, layout) for layout in layouts]
     in_order = torch.cat(owned).argsort().to(query.device)
     key, value = (torch.cat(tuple(shards)).index_select(0, in_order) for shards in (keys, values))
-    positions = owned[cp_rank].to(query.device)
     # a rank with nothing but padding still takes part in the backward pass of the gather
-    outputs, begin, first = [query[:0] + key[:0].sum() + value[:0].sum()], 0, 0
+    outputs, places = [query[:0] + key[:0].sum() + value[:0].sum()], [torch.zeros(0, dtype=torch.int64)]
+    for same in _alike(padded_lengths, lengths, len(keys)):
+        begins = torch.tensor([begin for begin, _ in same.begins])
+        rows = owned[cp_rank][same.begins[0][1] :][: same.padded // len(keys)] - begins[0]
+        rows = rows[rows < same.length]  # zigzag rows ascend, so the real ones come first
+        if not len(rows):
+            continue
+        own = torch.tensor([first for _, first in same.begins])[:, None] + torch.arange(len(rows))
+        whole = (begins[:, None] + torch.arange(same.length)).to(query.device)
+        made = _causal(query[own.to(query.device)], key[whole], value[whole], rows.to(query.device), scale)
+        outputs.append(made.flatten(0, 1))
+        places.append(own.flatten())
+    return torch.zeros_like(query).index_copy(0, torch.cat(places).to(query.device), torch.cat(outputs))
+
+
+class _Alike(NamedTuple):
+    """Sequences of one length and one padded length: they attend in one batch."""
+
+    padded: int
+    length: int
+    begins: list[tuple[int, int]]
+    """Where each begins: among all tokens, and among those of one rank."""
+
+
+def _alike(padded_lengths: Sequence[int], lengths: Sequence[int], ranks: int) -> list[_Alike]:
+    found: dict[tuple[int, int], _Alike] = {}
+    begin = 0
     for padded, length in zip(padded_lengths, lengths, strict=True):
-        last = first + padded // len(keys)
-        rows = positions[first:last] - begin
-        # zigzag rows ascend, so the real ones come first
-        real = int((rows < length).sum())
-        scope = slice(begin, begin + length)
-        outputs.append(_causal(query[first : first + real], key[scope], value[scope], rows[:real], scale))
-        outputs.append(query.new_zeros(last - first - real, *query.shape[1:]))
-        begin, first = begin + padded, last
-    return torch.cat(outputs)
+        found.setdefault((padded, length), _Alike(padded, length, [])).begins.append((begin, begin // ranks))
+        begin += padded
+    return list(found.values())
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, scale: float | None) -> Tensor:
-    """Attention of the tokens at ``rows`` to one whole sequence."""
-    if not len(rows):
-        return query
-    mask = rows[:, None] >= torch.arange(len(key), device=rows.device)
-    query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value))
+    """Attention [n, r, heads, dim] of the tokens at ``rows`` to n whole sequences [n, L, kv_heads, dim]."""
+    mask = rows[:, None] >= torch.arange(key.shape[1], device=rows.device)
+    query, key, value = (part.transpose(1, 2) for part in (query, key, value))
     output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
-    return output[0].transpose(0, 1)
+    return output.transpose(1, 2)
 
 
 class _Gather(torch.autograd.Function):
@@ -137,7 +154,8 @@ class PackedAttention(torch.nn.Module):
                 "PackedAttention has neither dropout nor windows nor softmax offsets, got attention_dropout="
                 f"{config.attention_dropout}, window_size={config.window_size}, softmax_type={config.softmax_type!r}"
             )
-        self.group: dist.ProcessGroup = pg_collection.cp
+        # not the group itself: a micro-batch may run in another one
+        self.pg_collection = pg_collection
         self.scale = softmax_scale
 
     def forward(
@@ -159,21 +177,23 @@ class PackedAttention(torch.nn.Module):
             raise ValueError("PackedAttention needs a packed batch: pass packed_seq_params(batch) to the model")
         if attention_mask is not None or attention_bias is not None:
             raise ValueError("PackedAttention is causal inside each sequence; attention_mask and bias must be None")
+        group: dist.ProcessGroup = self.pg_collection.cp
         offsets = packed_seq_params.cu_seqlens_q
         padded = packed_seq_params.cu_seqlens_q_padded
         output = packed_attention(
             query,
-            self._gathered(key),
-            self._gathered(value),
+            _gathered(key, group),
+            _gathered(value, group),
             (offsets if padded is None else padded).diff().tolist(),
             offsets.diff().tolist(),
-            self.group.rank(),
+            group.rank(),
             self.scale,
         )
         return output.flatten(1)
 
-    def _gathered(self, shard: Tensor) -> Sequence[Tensor]:
-        if self.group.size() == 1:
-            return [shard]
-        gathered: Tensor = _Gather.apply(shard, self.group)  # type: ignore[no-untyped-call]
-        return gathered.chunk(self.group.size())
+
+def _gathered(shard: Tensor, group: dist.ProcessGroup) -> Sequence[Tensor]:
+    if group.size() == 1:
+        return [shard]
+    gathered: Tensor = _Gather.apply(shard, group)  # type: ignore[no-untyped-call]
+    return gathered.chunk(group.size())

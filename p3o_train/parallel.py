@@ -6,6 +6,7 @@ tensor-parallel ranks hold copies of them, and pipeline stages before the last o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -29,6 +30,8 @@ class ParallelGroups:
     """Ranks over which the tokens of a step add up: data parallel times context parallel."""
     pipeline: ProcessGroup | None = None
     """Stages of one model, first to last."""
+    data: ProcessGroup | None = None
+    """Replicas of this rank: same shard, stage and part of each sequence, other samples."""
 
     @classmethod
     def from_megatron(cls) -> ParallelGroups:
@@ -52,6 +55,7 @@ class ParallelGroups:
             context=group(parallel_state.get_context_parallel_group()),
             data_context=group(parallel_state.get_data_parallel_group(with_context_parallel=True)),
             pipeline=group(parallel_state.get_pipeline_model_parallel_group()),
+            data=group(parallel_state.get_data_parallel_group()),
         )
 
     @property
@@ -87,6 +91,21 @@ def reduce_counts(counts: Tensor, groups: ParallelGroups) -> Tensor:
     if groups.is_last_stage and groups.data_context is not None:
         total = _sum_over_ranks(total, groups.data_context)
     return _from_last_stage(total, groups)
+
+
+def merge_rows(vector: Tensor, groups: ParallelGroups, merge: Callable[[Tensor], Tensor]) -> Tensor:
+    """[n]: ``merge`` of [ranks, n], the vectors of DP x CP in the order of the ranks; the same bits on every rank.
+
+    Every rank calls, with a vector of the same length; what stages before the last pass in is not used. Collectives:
+    one over DP x CP on the last pipeline stage, one broadcast over the stages.
+    """
+    if groups.is_last_stage:
+        rows = vector[None]
+        if groups.data_context is not None:
+            rows = vector.new_empty(groups.data_context.size(), vector.numel())
+            dist.all_gather(list(rows.unbind(0)), vector.contiguous(), group=groups.data_context)
+        vector = merge(rows)
+    return _from_last_stage(vector, groups)
 
 
 def raise_together(failure: Exception | None, groups: ParallelGroups) -> NoReturn:
@@ -144,3 +163,51 @@ def _from_last_stage(vector: Tensor, groups: ParallelGroups) -> Tensor:
     source = dist.get_global_rank(groups.pipeline, groups.pipeline.size() - 1)
     dist.broadcast(vector, src=source, group=groups.pipeline)
     return vector
+
+
+def copy_from_last_stage(tensor: Tensor, groups: ParallelGroups) -> Tensor:
+    """What the last pipeline stage passes in, on every stage; shape and dtype must be the same on all of them."""
+    return _from_last_stage(tensor, groups)
+
+
+def join_vocabulary(rows: Tensor, groups: ParallelGroups) -> Tensor:
+    """[n, V] from the shards [n, V / tp] of the tensor-parallel ranks, the same bits on each; no gradient."""
+    if groups.tensor is None:
+        return rows
+    shards = rows.new_empty(groups.tensor.size(), *rows.shape)
+    dist.all_gather(list(shards.unbind(0)), rows.contiguous(), group=groups.tensor)
+    return torch.cat(list(shards), -1)
+
+
+def sum_over_context(tensor: Tensor, groups: ParallelGroups) -> Tensor:
+    """The sum over context-parallel ranks in their order; no gradient."""
+    if groups.context is None:
+        return tensor
+    return _sum_over_ranks(tensor.flatten(), groups.context).view_as(tensor)
+
+
+def gather_over_data(value: Any, groups: ParallelGroups) -> list[Any]:
+    """A picklable value of every data-parallel replica, in their order."""
+    if groups.data is None:
+        return [value]
+    values: list[Any] = [None] * groups.data.size()
+    dist.all_gather_object(values, value, group=groups.data)
+    return values
+
+
+def on_first_rank(action: Callable[[], object]) -> None:
+    """Runs ``action`` on the first rank of all, while the others wait.
+
+    Raises:
+        Exception: what the action raised, on every rank.
+    """
+    failure: list[Exception | None] = [None]
+    if _global_rank() == 0:
+        try:
+            action()
+        except Exception as error:  # raised below, on every rank
+            failure = [error]
+    if dist.is_initialized():
+        dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise failure[0]

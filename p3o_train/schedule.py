@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from p3o_train.dynamic_context import context_of
 from p3o_train.forward import build_rl_forward_kwargs, bypassed_output_layers, output_weight, packed_rows
 from p3o_train.replay import MicroBatches
 from p3o_train.types import PackedBatch
@@ -26,6 +28,7 @@ def run_schedule(
     *,
     from_hidden: bool = False,
     training: bool = False,
+    context_groups: Mapping[int, ProcessGroup] | None = None,
 ) -> None:
     """Every micro-batch forward, with ``training`` also backward and into Megatron's gradient finalizer.
 
@@ -35,6 +38,7 @@ def run_schedule(
         loss_function: called on the last stage, for each micro-batch in order.
         record: sees every micro-batch on every stage before the model does.
         from_hidden: the output layer is bypassed.
+        context_groups: for batches whose layout has another context-parallel size than the model: see ``context_of``.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -49,7 +53,8 @@ def run_schedule(
             # an integer: Megatron adds it to an integer
             return made, torch.tensor(batch.num_tokens, dtype=torch.int, device=output.device), report
 
-        return chunk(**build_rl_forward_kwargs(batch)), loss
+        with context_of(chunk, batch.layout, context_groups or {}):
+            return chunk(**build_rl_forward_kwargs(batch)), loss
 
     with bypassed_output_layers(model) if from_hidden else contextlib.nullcontext():
         get_forward_backward_func()(
