@@ -12,6 +12,7 @@ Gradients are left as Megatron leaves them: summed over tokens, divided once by 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -45,6 +46,8 @@ class StepResult(NamedTuple):
     """The frozen e of step scope."""
     metrics: P3OMetrics | None
     """Sums over this rank's micro-batches; None on pipeline stages before the last one."""
+    prepass_seconds: float
+    """What e took, up to its arrival on the host; 0 where there is none to be known before."""
 
 
 def policy_log_probs(
@@ -113,8 +116,10 @@ def step_gradients(
     check_equal_counts(len(batches), groups, device)
     iterator, check = MicroBatches(batches), ReplayCheck(() if reused is None else reused.seen)
     context: ESSContext | None = None
+    begin = time.perf_counter()
     if objective.needs_context:
         context = _frozen_context(model, iterator, objective, groups, check, reused)
+    prepass_seconds = time.perf_counter() - begin if objective.needs_context else 0.0
     metrics: list[Tensor] = []
     references = _references(ref_log_probs, batches, objective, groups)
 
@@ -135,7 +140,7 @@ def step_gradients(
     joins = objective.needs_context or objective.advantage_estimator == "grpo"
     with CheckedFinalizer(config, groups, invalid_tokens, device, joins):
         run_schedule(model, iterator, loss, check.record_second, from_hidden=objective.from_hidden, training=True)
-    return StepResult(context, _summed(metrics))
+    return StepResult(context, _summed(metrics), prepass_seconds)
 
 
 def _references(
