@@ -148,11 +148,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     # a two-layer model learns to say two digits backwards, on two CPU cores in a minute or two
     "tiny": {
         "run_dir": "runs/tiny",
-        "num_rollouts": 80,
-        "rollout_batch_size": 16,
+        "num_rollouts": 60,
+        "rollout_batch_size": 32,
         "n_samples_per_prompt": 16,
         "rollout_max_response_len": 4,
-        "global_batch_size": 128,
+        "global_batch_size": 256,  # two steps for each rollout: the second is off-policy
         "init_std": 0.05,
         "lr": 3e-3,
         "lr_warmup_iters": 5,

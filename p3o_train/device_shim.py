@@ -16,6 +16,7 @@ graphs) fails with torch's own error.
 import contextlib
 import importlib
 import importlib.metadata
+import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -77,6 +78,11 @@ class _CudaMeansCpu(TorchFunctionMode):
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = _CPU
         return func(*args, **kwargs)
+
+
+def has_transformer_engine() -> bool:
+    """Whether transformer-engine's layers can run here: CUDA and the package, which is looked for, not imported."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def _is_cuda(device: object) -> bool:

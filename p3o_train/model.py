@@ -8,7 +8,6 @@ Weights do not depend on the topology: every full parameter is drawn from the se
 """
 
 import hashlib
-import importlib.util
 import math
 import re
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from p3o_train.device_shim import has_transformer_engine
 from p3o_train.packed_attention import PackedAttention
 
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -156,7 +156,7 @@ def _layer_spec() -> Any:
     """Transformer-engine's layers where they can run, otherwise Megatron-Core's own around ``PackedAttention``."""
     from megatron.core.models.gpt import gpt_layer_specs
 
-    if torch.cuda.is_available() and importlib.util.find_spec("transformer_engine"):
+    if has_transformer_engine():
         return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
     spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = PackedAttention

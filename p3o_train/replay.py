@@ -8,14 +8,13 @@ leave no trace: ``replayed`` restores every iterator and every random stream, al
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from p3o_train.random_state import random_states, set_random_states
 from p3o_train.types import PackedBatch
 
 
@@ -75,14 +74,13 @@ def replayed(iterators: object) -> Iterator[None]:
         RuntimeError: an iterator without ``snapshot_position`` and ``restore_position``; nothing has been read then.
     """
     positions = [(iterator, iterator.snapshot_position()) for iterator in _replayable(iterators)]
-    states = _random_states()
+    states = random_states()
     try:
         yield
     finally:
         for iterator, position in positions:
             iterator.restore_position(position)
-        for restore, state in states:
-            restore(state)
+        set_random_states(states)
 
 
 def _replayable(iterators: object) -> list[Replayable]:
@@ -99,29 +97,6 @@ def _replayable(iterators: object) -> list[Replayable]:
             )
         unique[id(iterator)] = iterator
     return list(unique.values())
-
-
-def _random_states() -> list[tuple[Any, Any]]:
-    """(setter, state) of every stream in use."""
-    states: list[tuple[Any, Any]] = [(random.setstate, random.getstate()), (torch.set_rng_state, torch.get_rng_state())]
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        states.append((numpy.random.set_state, numpy.random.get_state()))
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
-    tracker = _megatron_tracker()
-    if tracker is not None:
-        states.append((tracker.set_states, tracker.get_states()))
-    return states
-
-
-def _megatron_tracker() -> Any:
-    """Megatron's tracker of CUDA random streams, when Megatron is loaded and has seeded it."""
-    module: Any = sys.modules.get("megatron.core.tensor_parallel.random")
-    if module is None:
-        return None
-    tracker: Any = module.get_cuda_rng_tracker()
-    return tracker if tracker.is_initialized() else None
 
 
 class ReplayCheck:

@@ -107,33 +107,47 @@ class Trainee:
 
 @contextlib.contextmanager
 def megatron_run(parallelism: Parallelism, timeout_minutes: float = 10.0) -> Iterator[None]:
-    """Process groups and Megatron's parallel state for the length of a run; both are gone afterwards.
+    """Process group and Megatron's parallel state for the length of a run; both are gone afterwards.
+
+    A process group that exists already is used and stays.
 
     Raises:
         ValueError: sizes that do not fit the number of processes.
     """
     from megatron.core import parallel_state
 
-    cuda = torch.cuda.is_available()
-    parallelism.data_size(int(os.environ.get("WORLD_SIZE", "1")))
-    if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    with contextlib.ExitStack() as stack:
+        if dist.is_initialized():
+            ranks = dist.get_world_size()
+        else:
+            ranks = int(os.environ.get("WORLD_SIZE", "1"))
+            stack.enter_context(_process_group(parallelism, ranks, timeout_minutes))
+        parallelism.data_size(ranks)
+        stack.enter_context(megatron_on_cpu())
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallelism.tensor,
+            pipeline_model_parallel_size=parallelism.pipeline,
+            context_parallel_size=parallelism.context,
+            # every group is Gloo already without CUDA, and nothing here needs a second one with it
+            create_gloo_process_groups=False,
+        )
+        stack.callback(parallel_state.destroy_model_parallel)
+        yield
+
+
+@contextlib.contextmanager
+def _process_group(parallelism: Parallelism, ranks: int, timeout_minutes: float) -> Iterator[None]:
+    parallelism.data_size(ranks)  # before anybody waits for anybody
     options: dict[str, Any] = {"timeout": datetime.timedelta(minutes=timeout_minutes)}
     if "RANK" not in os.environ:
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("nccl" if cuda else "gloo", **options)
     try:
-        with megatron_on_cpu():
-            parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=parallelism.tensor,
-                pipeline_model_parallel_size=parallelism.pipeline,
-                context_parallel_size=parallelism.context,
-                # every group is Gloo already without CUDA, and nothing here needs a second one with it
-                create_gloo_process_groups=False,
-            )
-            yield
+        yield
     finally:
-        parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 
 

@@ -1,0 +1,154 @@
+"""The command line: ``p3o train`` and ``p3o doctor``, also as ``python -m p3o_train``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from p3o_train import doctor
+from p3o_train.agreement import on_first_rank
+from p3o_train.arguments import add_p3o_arguments, objective_from_arguments, validate_p3o_arguments
+from p3o_train.config import PRESETS, TrainConfig, add_train_arguments, config_from_arguments
+from p3o_train.curves import draw_curves
+from p3o_train.objective import Objective
+from p3o_train.runtime import build_trainee, megatron_run
+from p3o_train.sinks import Sink, open_sinks
+from p3o_train.tasks import ReverseDigits
+
+METRICS, CURVES, SETTINGS = "metrics.jsonl", "curves.png", "config.json"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; the exit status."""
+    args = parse(argv)
+    if args.command == "doctor":
+        print(doctor.report())
+        return 0 if doctor.healthy() else 1
+    first = int(os.environ.get("RANK", "0")) == 0
+    try:
+        validate_p3o_arguments(args)
+        config, objective = config_from_arguments(args), objective_from_arguments(args)
+        config.parallelism.data_size(int(os.environ.get("WORLD_SIZE", "1")))
+    except ValueError as error:
+        if first:
+            print(f"p3o train: {error}", file=sys.stderr)
+        return 2
+    try:
+        train(config, objective, args.update_weights_interval, vars(args))
+    except FileExistsError as error:
+        if first:
+            print(f"p3o train: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        if first:
+            print(f"\nStopped. To go on from the last checkpoint, add --resume (run directory {config.run_dir}).")
+        return 130
+    return 0
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Flags of either command; a preset gives defaults, and flags win over it."""
+    parser = argparse.ArgumentParser(prog="p3o", description="P3O training on Megatron-Core")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("doctor", help="print versions, devices, what will be used and what is missing")
+    run = commands.add_parser("train", help="train a model", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    run.add_argument("--preset", choices=sorted(PRESETS), help="defaults for a known run; other flags win over it")
+    add_train_arguments(run)
+    add_p3o_arguments(run)
+    args = parser.parse_args(argv)
+    if args.command == "train" and args.preset:
+        run.set_defaults(**PRESETS[args.preset])
+        args = parser.parse_args(argv)
+    return args
+
+
+def train(config: TrainConfig, objective: Objective, update_weights_interval: int, settings: dict[str, Any]) -> None:
+    """One run, as every rank calls it.
+
+    Raises:
+        FileExistsError: a run directory that is in use, without --resume.
+    """
+    from p3o_train.trainer import Trainer
+
+    # what Megatron says of missing accelerators while it is imported; `p3o doctor` says it once
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    directory = Path(config.run_dir)
+    task = ReverseDigits(seed=config.seed)
+    with megatron_run(config.parallelism, config.distributed_timeout_minutes), contextlib.ExitStack() as closing:
+        on_first_rank(lambda: _prepare(directory, config.resume, settings))
+        trainee = build_trainee(config.model_config(task.vocab_size), config.optimizer_settings())
+        trainer = Trainer(config, objective, task, trainee, update_weights_interval)
+        resumed = config.resume and trainer.resume()
+        sinks = closing.enter_context(_sinks(config, settings, trainer.steps_done))
+        begin = trainer.steps_done
+        if resumed and sinks:
+            print(f"Going on after step {begin} of {config.total_steps}.")
+        with _progress(config.total_steps, begin, bool(sinks)) as show:
+            for step, row in trainer.run():
+                for sink in sinks:
+                    sink.write(step, row)
+                show(row)
+    if int(os.environ.get("RANK", "0")) == 0:
+        draw_curves(directory / METRICS, directory / CURVES)
+        print(f"Numbers, curves and checkpoints are in {directory}: {METRICS}, {CURVES}.")
+
+
+def _prepare(directory: Path, resume: bool, settings: dict[str, Any]) -> None:
+    """The run directory with its resolved settings."""
+    path = directory / SETTINGS
+    if path.exists() and not resume:
+        raise FileExistsError(
+            f"--run-dir {directory} holds a run already; add --resume to go on with it, or name another directory"
+        )
+    directory.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(settings | {"versions": doctor.versions()}, indent=2, sort_keys=True) + "\n")
+    os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def _sinks(config: TrainConfig, settings: dict[str, Any], steps_done: int) -> Iterator[list[Sink]]:
+    """Where the first rank writes numbers; none on the others."""
+    if int(os.environ.get("RANK", "0")) != 0:
+        yield []
+        return
+    sinks = open_sinks(
+        Path(config.run_dir),
+        tensorboard=config.tensorboard or None,
+        wandb_project=config.wandb_project or None,
+        resume_step=steps_done + 1 if config.resume else None,
+        config=settings,
+    )
+    try:
+        yield sinks
+    finally:
+        for sink in sinks:
+            sink.close()
+
+
+@contextlib.contextmanager
+def _progress(total: int, begin: int, shown: bool) -> Iterator[Callable[[dict[str, float]], None]]:
+    """A bar on a terminal, otherwise twenty lines."""
+    from tqdm import tqdm
+
+    every = max(1, total // 20)
+    with tqdm(total=total, initial=begin, desc="p3o train", unit="step", disable=None if shown else True) as bar:
+
+        def show(row: dict[str, float]) -> None:
+            ess = next((value for name, value in row.items() if name.endswith("/normalized_ess")), 1.0)
+            numbers = f"reward {row['train/reward_mean']:.3f}  ESS {ess:.4f}"
+            nonlocal begin
+            begin += 1
+            bar.update()
+            bar.set_postfix_str(numbers)
+            if shown and bar.disable and (begin % every == 0 or begin == total):
+                print(f"step {begin}/{total}  {numbers}", flush=True)
+
+        yield show

@@ -1,0 +1,95 @@
+"""Short runs of the product's trainer, as one rank goes through them."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from p3o_train.config import TrainConfig
+from p3o_train.objective import Objective
+from p3o_train.runtime import build_trainee, megatron_run
+from p3o_train.tasks import ReverseDigits
+from p3o_train.trainer import Trainer
+
+SMALL = TrainConfig(
+    num_rollouts=6,
+    rollout_batch_size=4,
+    n_samples_per_prompt=4,
+    rollout_max_response_len=4,
+    global_batch_size=8,
+    micro_batch_size=3,
+    hidden_size=16,
+    ffn_hidden_size=32,
+    init_std=0.3,
+    lr=1e-2,
+    lr_decay_style="linear",
+    lr_warmup_iters=2,
+    weight_decay=0.1,
+    save_interval=2,
+)
+STEP = Objective(ess_scope="step")
+Outcome = tuple[list[dict[str, float]], list[torch.Tensor]]
+
+
+def without_times(row: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if "/time/" not in name}
+
+
+def run(config: TrainConfig, objective: Objective = STEP, interval: int = 1, stop_after: int | None = None) -> Outcome:
+    """Rows of the optimizer steps and the weights at the end; with ``stop_after`` the run is left after that step."""
+    task = ReverseDigits(seed=config.seed)
+    trainee = build_trainee(config.model_config(task.vocab_size), config.optimizer_settings())
+    trainer = Trainer(config, objective, task, trainee, interval)
+    if config.resume:
+        assert trainer.resume()
+    rows = []
+    for step, row in trainer.run():
+        rows.append({"step": step, **without_times(row)})
+        if step == stop_after:
+            break
+    return rows, [parameter.detach().clone() for parameter in trainee.model[0].parameters()]
+
+
+def every_run(rank: int, runs: list[tuple[TrainConfig, Objective, int]]) -> list[Outcome]:
+    """Each run in its own Megatron state; the environment says how many ranks there are."""
+    made = []
+    for config, objective, interval in runs:
+        with megatron_run(config.parallelism):
+            made.append(run(config, objective, interval))
+    return made
+
+
+def stopped_and_resumed(rank: int, folder: str, config: TrainConfig, interval: int, stop_after: int) -> Any:
+    """(whole run, rows up to the stop, the run that went on from its last checkpoint)."""
+
+    def placed(name: str, **changes: Any) -> TrainConfig:
+        return dataclasses.replace(config, run_dir=str(Path(folder) / name), **changes)
+
+    with megatron_run(config.parallelism):
+        whole = run(placed("whole"), interval=interval)
+    with megatron_run(config.parallelism):
+        stopped, _ = run(placed("stopped"), interval=interval, stop_after=stop_after)
+    with megatron_run(config.parallelism):
+        resumed = run(placed("stopped", resume=True), interval=interval)
+    return whole, stopped, resumed
+
+
+def refused(rank: int, folder: str) -> tuple[str, bool]:
+    """What a checkpoint of another learning rate says, and whether weights and position stayed as they were."""
+    config = dataclasses.replace(SMALL, run_dir=folder, num_rollouts=2)
+    with megatron_run(config.parallelism):
+        run(config)
+    with megatron_run(config.parallelism):
+        other = dataclasses.replace(config, lr=5e-3, seed=1)
+        task = ReverseDigits()
+        trainee = build_trainee(other.model_config(task.vocab_size), other.optimizer_settings())
+        trainer = Trainer(other, STEP, task, trainee)
+        before = [parameter.detach().clone() for parameter in trainee.model[0].parameters()]
+        try:
+            trainer.resume()
+        except ValueError as error:
+            after = list(trainee.model[0].parameters())
+            same = all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
+            return str(error), same and trainer.next_rollout == 0
+    return "nothing was raised", False

@@ -1,0 +1,46 @@
+"""The command line before anything runs: flags, presets, refusals. What runs is in tests/megatron."""
+
+import subprocess
+import sys
+
+import pytest
+
+from p3o_train import cli
+from p3o_train.config import PRESETS
+
+
+def test_flags_win_over_the_preset_and_the_preset_over_defaults():
+    args = cli.parse(["train", "--preset", "tiny", "--lr", "0.25", "--p3o-ess-scope", "micro-batch"])
+    assert args.lr == 0.25 and args.p3o_ess_scope == "micro-batch"
+    assert args.use_rollout_logprobs
+    assert args.rollout_max_response_len == PRESETS["tiny"]["rollout_max_response_len"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lr", "-1"], "--lr must be at least --min-lr"),
+        (["--tensor-model-parallel-size", "2"], "must divide the number of processes"),
+        (["--rollout-top-p", "0.9"], "--rollout-top-p"),
+        (["--p3o-ess-scope", "micro-batch", "--recompute-loss-function"], "--recompute-loss-function"),
+    ],
+)
+def test_refusals_name_the_flag_and_leave_no_run_directory(flags, message, tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    assert cli.main(["train", "--preset", "tiny", "--run-dir", str(run_dir), *flags]) == 2
+    assert message in capsys.readouterr().err
+    assert not run_dir.exists()
+
+
+def test_an_unknown_command_shows_the_known_ones(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["teach"])
+    assert "doctor" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["p3o_train", "p3o_train.cli"])
+def test_importing_loads_no_heavy_package(module):
+    heavy = "megatron", "transformer_engine", "sglang", "matplotlib", "tensorboard", "wandb"
+    code = f"import sys, {module}; print([name for name in {heavy!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
