@@ -163,6 +163,6 @@ def _write(path: Path, text: str) -> None:
 
 def _remove(path: Path) -> None:
     """Under a name that nobody loads first, so that no half of it is taken for a checkpoint."""
-    doomed = path.with_suffix(".tmp")
+    doomed = path.with_suffix(".old.tmp")
     os.rename(path, doomed)
     shutil.rmtree(doomed)
