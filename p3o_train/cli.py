@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         train(config, objective, args.update_weights_interval, vars(args))
-    except FileExistsError as error:
+    except RunRefused as error:
         if first:
             print(f"p3o train: {error}", file=sys.stderr)
         return 2
@@ -73,7 +73,8 @@ def train(config: TrainConfig, objective: Objective, update_weights_interval: in
     """One run, as every rank calls it.
 
     Raises:
-        FileExistsError: a run directory that is in use, without --resume.
+        RunRefused: a run directory that is in use, without --resume; a checkpoint that cannot be resumed. Nothing has
+            changed then.
     """
     from p3o_train.trainer import Trainer
 
@@ -82,10 +83,14 @@ def train(config: TrainConfig, objective: Objective, update_weights_interval: in
     directory = Path(config.run_dir)
     task = ReverseDigits(seed=config.seed)
     with megatron_run(config.parallelism, config.distributed_timeout_minutes), contextlib.ExitStack() as closing:
-        on_first_rank(lambda: _prepare(directory, config.resume, settings))
+        on_first_rank(lambda: _check_unused(directory, config.resume))
         trainee = build_trainee(config.model_config(task.vocab_size), config.optimizer_settings())
         trainer = Trainer(config, objective, task, trainee, update_weights_interval)
-        resumed = config.resume and trainer.resume()
+        try:
+            resumed = config.resume and trainer.resume()
+        except ValueError as error:
+            raise RunRefused(str(error)) from error
+        on_first_rank(lambda: _write_settings(directory, settings))
         sinks = closing.enter_context(_sinks(config, settings, trainer.steps_done))
         begin = trainer.steps_done
         if resumed and sinks:
@@ -100,14 +105,21 @@ def train(config: TrainConfig, objective: Objective, update_weights_interval: in
         print(f"Numbers, curves and checkpoints are in {directory}: {METRICS}, {CURVES}.")
 
 
-def _prepare(directory: Path, resume: bool, settings: dict[str, Any]) -> None:
-    """The run directory with its resolved settings."""
-    path = directory / SETTINGS
-    if path.exists() and not resume:
-        raise FileExistsError(
+class RunRefused(Exception):
+    """A run that cannot start as it was asked for; the text says what to do."""
+
+
+def _check_unused(directory: Path, resume: bool) -> None:
+    if (directory / SETTINGS).exists() and not resume:
+        raise RunRefused(
             f"--run-dir {directory} holds a run already; add --resume to go on with it, or name another directory"
         )
+
+
+def _write_settings(directory: Path, settings: dict[str, Any]) -> None:
+    """Resolved flags and versions, for whoever reads the run later."""
     directory.mkdir(parents=True, exist_ok=True)
+    path = directory / SETTINGS
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(settings | {"versions": doctor.versions()}, indent=2, sort_keys=True) + "\n")
     os.replace(temporary, path)

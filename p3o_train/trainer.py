@@ -17,7 +17,7 @@ from torch import Tensor
 
 from p3o_train.advantage import group_advantages
 from p3o_train.batching import plan_micro_batches
-from p3o_train.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
+from p3o_train.checkpoint import has_snapshot, latest_iteration, load_checkpoint, save_checkpoint
 from p3o_train.config import TrainConfig
 from p3o_train.metrics import MetricSums, global_means
 from p3o_train.objective import Objective
@@ -136,6 +136,12 @@ class Trainer:
         """
         if latest_iteration(self._directory) is None:
             return False
+        if self._snapshot is not None and not has_snapshot(self._directory):
+            raise ValueError(
+                f"cannot resume exactly: the policy that samples is older than the weights (--update-weights-interval "
+                f"{self.interval}), and its snapshot is not in the checkpoint in {self._directory}; set the interval "
+                "to 1 in a new run"
+            )
         loaded = load_checkpoint(
             self._directory,
             model=self.trainee.model,
@@ -145,8 +151,8 @@ class Trainer:
         )
         self.next_rollout, self.steps_done = loaded.progress["next_rollout"], loaded.progress["steps_done"]
         self._snapshot_rollout = loaded.progress["snapshot_rollout"]
-        if self._snapshot is not None:
-            self._snapshot = dict(loaded.snapshot or {})
+        if loaded.snapshot is not None:
+            self._snapshot = {name: tensor.to(self.trainee.device) for name, tensor in loaded.snapshot.items()}
         return True
 
     @property
