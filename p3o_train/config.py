@@ -148,7 +148,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # a two-layer model learns to say two digits backwards, on two CPU cores in a minute or two
     "tiny": {
         "run_dir": "runs/tiny",
-        "num_rollouts": 60,
+        "num_rollouts": 80,
         "rollout_batch_size": 32,
         "n_samples_per_prompt": 16,
         "rollout_max_response_len": 4,
@@ -156,6 +156,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "init_std": 0.05,
         "lr": 3e-3,
         "lr_warmup_iters": 5,
+        "lr_decay_style": "linear",
         "save_interval": 10,
         "p3o_ess_scope": "step",
         "use_rollout_logprobs": True,
