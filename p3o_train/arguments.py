@@ -41,6 +41,10 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
         "help": "Gradient of the pull back to the behavior policy. Values are the same; the gradient of proxy has the "
         "wrong sign at log-ratios below -10, where it pushes a token further away, so proxy_safe is the default.",
     },
+    "--loss-from-hidden": {
+        "action": "store_true",
+        "help": "Bypass the output layer: the loss takes hidden states, and logits never exist.",
+    },
     "--clip-low": {
         "type": float,
         "default": _DEFAULTS.clip_low,
@@ -84,6 +88,7 @@ _OBJECTIVE = {
     "advantage_estimator": "advantage_estimator",
     "ess_scope": "p3o_ess_scope",
     "context_source": "p3o_context_source",
+    "from_hidden": "loss_from_hidden",
     "kl_mode": "p3o_kl_mode",
     "clip_low": "clip_low",
     "clip_high": "clip_high",

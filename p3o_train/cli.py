@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     first = int(os.environ.get("RANK", "0")) == 0
     try:
         validate_p3o_arguments(args)
+        _check_supported(args)
         config, objective = config_from_arguments(args), objective_from_arguments(args)
         config.parallelism.data_size(int(os.environ.get("WORLD_SIZE", "1")))
     except ValueError as error:
@@ -51,6 +52,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"\nStopped. To go on from the last checkpoint, add --resume (run directory {config.run_dir}).")
         return 130
     return 0
+
+
+def _check_supported(args: argparse.Namespace) -> None:
+    """Flags of the parser that this trainer would have to ignore.
+
+    Raises:
+        ValueError: naming the flag and what to do.
+    """
+    if (args.rollout_top_p, args.rollout_top_k) != (1.0, -1):
+        raise ValueError(
+            f"--rollout-top-p {args.rollout_top_p} --rollout-top-k {args.rollout_top_k}: the embedded engine samples "
+            "from the whole distribution; leave both out"
+        )
+    if args.recompute_loss_function:
+        raise ValueError(
+            "--recompute-loss-function is for losses that keep logits for their backward pass; to save that memory "
+            "here set --loss-from-hidden instead"
+        )
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

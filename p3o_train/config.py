@@ -42,7 +42,6 @@ class TrainConfig:
     tie_embeddings: bool = _flag(False, "the output layer uses the embedding")
     init_std: float = _flag(0.02, "standard deviation of the initial weights")
     bf16: bool = _flag(False, "bfloat16 parameters and activations with float32 master weights; otherwise float32")
-    loss_from_hidden: bool = _flag(False, "loss from hidden states: logits never exist")
     tensor_model_parallel_size: int = _flag(1, "ranks that share the vocabulary and every layer")
     pipeline_model_parallel_size: int = _flag(1, "stages that share the layers")
     context_parallel_size: int = _flag(1, "ranks that share the tokens of a sequence")

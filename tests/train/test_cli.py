@@ -21,7 +21,9 @@ def test_flags_win_over_the_preset_and_the_preset_over_defaults():
     [
         (["--lr", "-1"], "--lr must be at least --min-lr"),
         (["--tensor-model-parallel-size", "2"], "must divide the number of processes"),
-        (["--rollout-top-p", "0.9"], "--rollout-top-p"),
+        (["--rollout-top-p", "0.9"], "untruncated rollout distribution"),
+        (["--advantage-estimator", "grpo", "--rollout-top-k", "5"], "--rollout-top-k 5: the embedded engine samples"),
+        (["--recompute-loss-function"], "set --loss-from-hidden instead"),
         (["--p3o-ess-scope", "micro-batch", "--recompute-loss-function"], "--recompute-loss-function"),
     ],
 )
