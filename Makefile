@@ -31,7 +31,7 @@ COMPILED := env -u TRITON_INTERPRET
 INTERPRETED := env TRITON_INTERPRET=1
 LANES := lint test-cpu test-interpret test-sanitize bench-smoke
 
-.PHONY: help setup demo test test-cpu test-interpret test-sanitize test-gpu gpu-check bench bench-smoke \
+.PHONY: help setup demo test test-cpu test-megatron test-interpret test-sanitize test-gpu gpu-check bench bench-smoke \
 	kernel-report lint format clean
 
 help: ## show this table
@@ -65,8 +65,11 @@ $(STAMP): pyproject.toml constraints.txt
 	    echo "Note: ttsem could not be installed; test-sanitize will be skipped."
 	@touch $@
 
-demo: $(READY) ## train a toy policy off-policy on the CPU and draw its curves
-	@$(PY) examples/quickstart.py
+DEMO_RUN := build/demo
+
+demo: $(READY) ## p3o train --preset tiny: a small model on Megatron-Core, on the CPU, with curves
+	@rm -rf $(DEMO_RUN)
+	@$(PY) -m p3o_train train --preset tiny --run-dir $(DEMO_RUN)
 
 test: $(READY) ## all that needs no GPU: lint, the three CPU lanes and a smoke run of the benchmarks
 	@begin=$$(date +%s); for lane in $(LANES); do \
@@ -79,13 +82,21 @@ test: $(READY) ## all that needs no GPU: lint, the three CPU lanes and a smoke r
 test-cpu: $(READY) ## references, gradients, compile budgets, memory and launch counts
 	@$(COMPILED) $(PYTEST) tests -n $(JOBS) -m "not gpu"
 
+test-megatron: $(READY) ## a part of test-cpu: steps on Megatron-Core, and the table of how little a cut changes
+	@$(COMPILED) $(PYTEST) tests/megatron -m "not gpu"
+
 test-interpret: $(READY) ## the kernels under Triton's interpreter
 	@$(INTERPRETED) $(PYTEST) tests/kernels -n $(JOBS) -m "not gpu"
 
-# One process: the checker replaces the launcher in the process that started it, not in workers.
+# Two processes side by side, no workers: the checker replaces the launcher in the process that started it.
+SANITIZE := $(COMPILED) $(PY) -m ttsem.sanitize pytest -m "not gpu and not host_only"
+VOCABULARY_TESTS := $(wildcard tests/kernels/test_row_*.py tests/kernels/test_vocabulary_*.py)
+TOKEN_TESTS := $(filter-out $(VOCABULARY_TESTS),$(wildcard tests/kernels/test_*.py))
 test-sanitize: $(READY) ## the compiled kernels under ttsem: bounds, races, uninitialised memory
 	@if $(PY) -c 'import ttsem.sanitize' 2>/dev/null; then \
-	    $(COMPILED) $(PY) -m ttsem.sanitize pytest tests/kernels -m "not gpu and not host_only"; \
+	    $(SANITIZE) $(TOKEN_TESTS) & tokens=$$!; \
+	    $(SANITIZE) $(VOCABULARY_TESTS); vocabulary=$$?; \
+	    wait $$tokens && exit $$vocabulary; \
 	else \
 	    echo "test-sanitize: skipped, ttsem is not installed"; \
 	fi

@@ -1,9 +1,11 @@
-"""The training layer: P3O on Megatron-Core with rollouts from an inference server.
+"""The training layer: P3O on Megatron-Core, from samples to weights.
 
-It will hold what lies between the fused operators of ``p3o_kernels`` and a training run: packing samples
-into token batches, the sums that cross ranks, the loss, weight transfer to the rollout engine and the loop
-itself. The order of dependence is one way: this package imports ``p3o_kernels``, never the reverse.
+    types, packing, batching, advantage     samples to packed micro-batches of a data- and context-parallel rank
+    objective, passes, step, replay         e of a step, then its gradients, on Megatron's own schedules
+    parallel, agreement                     what crosses ranks: sums of tensors, and verdicts
+    model, runtime, rollout, checkpoint     a decoder with optimizer, sampling, exact resume
+    arguments, config, trainer, cli         flags and refusals, the loop, ``p3o train`` and ``p3o doctor``
 
-Importing it loads neither Megatron-Core nor an inference engine; those come with the extras ``train``,
-``te`` and ``rollout``, in the modules that need them.
+This package imports ``p3o_kernels``, never the reverse. Importing it loads neither Megatron-Core nor an inference
+engine; those come with the extras ``train``, ``te`` and ``rollout``, in the functions that need them.
 """

@@ -6,7 +6,8 @@ tensor-parallel ranks hold copies of them, and pipeline stages before the last o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -64,25 +65,15 @@ class ParallelGroups:
         return self.pipeline is None or self.pipeline.rank() == self.pipeline.size() - 1
 
 
-def reduce_statistics(stats: RatioStats, groups: ParallelGroups, failure: Exception | None = None) -> RatioStats:
+def reduce_statistics(stats: RatioStats, groups: ParallelGroups) -> RatioStats:
     """The sums of the whole step, the same bits on every rank: a sum over DP x CP, then a copy to earlier stages.
 
     Every rank calls; what stages before the last pass in is not used.
-
-    Args:
-        failure: why this rank has no statistics, if it has none.
-
-    Raises:
-        RuntimeError: some rank of the last stage failed; the same text on every rank. One host read for that.
     """
-    failed = torch.full_like(stats.num_tokens, 0.0 if failure is None else 1.0)
-    vector = torch.cat([stats.as_vector(), failed[None]])
+    vector = stats.as_vector()
     if groups.is_last_stage and groups.data_context is not None:
         vector = _sum_over_ranks(vector, groups.data_context)
-    vector = _from_last_stage(vector, groups)
-    if vector[4].item():
-        raise_together(failure, groups)
-    return RatioStats.from_vector(vector[:4])
+    return RatioStats.from_vector(_from_last_stage(vector, groups))
 
 
 def reduce_counts(counts: Tensor, groups: ParallelGroups) -> Tensor:
@@ -108,40 +99,88 @@ def merge_rows(vector: Tensor, groups: ParallelGroups, merge: Callable[[Tensor],
     return _from_last_stage(vector, groups)
 
 
-def raise_together(failure: Exception | None, groups: ParallelGroups) -> NoReturn:
-    """Raises the same error on every rank, when every rank knows that some rank of the last stage failed.
+@contextlib.contextmanager
+def together(groups: ParallelGroups, device: Any) -> Iterator[None]:
+    """What the body raises on one rank, every rank raises on the way out. Every rank enters.
+
+    The body may have collectives only where a rank that raises leaves nobody waiting in them.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # told to every rank, where all of them meet
+        failure = error
+    agree(failure, groups, device)
+
+
+def agree(failure: Exception | None, groups: ParallelGroups, device: Any) -> None:
+    """Every rank calls, with what went wrong on it; if anything did on any of them, every one raises the same error.
+
+    Collectives: one number over DP x CP, the stages and the tensor-parallel ranks. One host read.
+
+    Args:
+        device: of the tensor that the collectives carry.
 
     Raises:
-        RuntimeError: naming the first rank that failed and its error; from ``failure`` on a rank that has one.
+        ValueError, RuntimeError: as ``raise_together``.
+        RuntimeError: on a rank with a failure, if the others could not be reached.
     """
-    text = None if failure is None else f"rank {_global_rank()} raised {type(failure).__name__}: {failure}"
-    texts: list[str | None] = [text]
-    if groups.is_last_stage and groups.data_context is not None:
-        texts = [None] * groups.data_context.size()
-        dist.all_gather_object(texts, text, group=groups.data_context)
-    told: list[str | None] = [next((text for text in texts if text is not None), "a rank failed")]
-    if groups.pipeline is not None:
-        source = dist.get_global_rank(groups.pipeline, groups.pipeline.size() - 1)
-        dist.broadcast_object_list(told, src=source, group=groups.pipeline)
-    raise RuntimeError(f"this optimizer step was given up before anything moved: {told[0]}") from failure
+    failed = torch.tensor([failure is not None], dtype=torch.int32, device=device)
+    try:
+        anywhere = bool(_largest_anywhere(failed, groups).item())
+    except Exception as broken:
+        if failure is None:
+            raise
+        raise RuntimeError(
+            f"{_told(failure)[1]}; the other ranks were not there to be told of it: {broken}"
+        ) from failure
+    if anywhere:
+        raise_together(failure, groups)
 
 
-def check_equal_counts(count: int, groups: ParallelGroups, device: torch.device) -> None:
+def raise_together(failure: Exception | None, groups: ParallelGroups) -> NoReturn:
+    """Raises the same error on every rank, when every rank knows that some rank failed.
+
+    Raises:
+        ValueError: when that is what the first rank that failed has; its text is in this one's.
+        RuntimeError: when it is anything else. From ``failure`` on a rank that has one.
+    """
+    told = None if failure is None else _told(failure)
+    for group in (groups.data_context, groups.pipeline, groups.tensor):
+        if group is not None:
+            everyone: list[tuple[bool, str] | None] = [None] * group.size()
+            dist.all_gather_object(everyone, told, group=group)
+            told = next((one for one in everyone if one is not None), None)
+    is_value_error, text = told or (False, "a rank failed")
+    kind = ValueError if is_value_error else RuntimeError
+    raise kind(f"this optimizer step was given up before anything moved: {text}") from failure
+
+
+def _told(failure: Exception) -> tuple[bool, str]:
+    return isinstance(failure, ValueError), f"rank {_global_rank()} raised {type(failure).__name__}: {failure}"
+
+
+def check_equal_counts(count: int, groups: ParallelGroups, device: Any) -> None:
     """That every rank has the same number of micro-batches; otherwise schedules and collectives would wait forever.
 
     Raises:
         ValueError: on every rank, with the smallest and the largest number.
     """
-    extremes = torch.tensor([-count, count], dtype=torch.int64, device=device)
-    for group in (groups.data_context, groups.pipeline, groups.tensor):
-        if group is not None:
-            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-    smallest, largest = -int(extremes[0]), int(extremes[1])
+    extremes = _largest_anywhere(torch.tensor([-count, count], dtype=torch.int64, device=device), groups).tolist()
+    smallest, largest = -extremes[0], extremes[1]
     if smallest != largest:
         raise ValueError(
-            f"every rank needs the same number of micro-batches, but one has {smallest} and another {largest} (this "
-            f"one {count}); fill up with dummy_batch, as plan_micro_batches and pack_step do"
+            f"every rank needs the same number of micro-batches, but one has {smallest} and another {largest}; fill up "
+            "with dummy_batch, as plan_micro_batches and pack_step do"
         )
+
+
+def _largest_anywhere(values: Tensor, groups: ParallelGroups) -> Tensor:
+    """Elementwise over all ranks: these three groups together span them."""
+    for group in (groups.data_context, groups.pipeline, groups.tensor):
+        if group is not None:
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
+    return values
 
 
 def _global_rank() -> int:
@@ -193,21 +232,3 @@ def gather_over_data(value: Any, groups: ParallelGroups) -> list[Any]:
     values: list[Any] = [None] * groups.data.size()
     dist.all_gather_object(values, value, group=groups.data)
     return values
-
-
-def on_first_rank(action: Callable[[], object]) -> None:
-    """Runs ``action`` on the first rank of all, while the others wait.
-
-    Raises:
-        Exception: what the action raised, on every rank.
-    """
-    failure: list[Exception | None] = [None]
-    if _global_rank() == 0:
-        try:
-            action()
-        except Exception as error:  # raised below, on every rank
-            failure = [error]
-    if dist.is_initialized():
-        dist.broadcast_object_list(failure, src=0)
-    if failure[0] is not None:
-        raise failure[0]

@@ -11,6 +11,7 @@ Gradients are left as Megatron leaves them: summed over tokens, divided once by 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Iterator, Sequence
@@ -19,12 +20,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from p3o_kernels import ESSContext, P3OMetrics, ratio_stats
+from p3o_kernels import ESSContext, P3OMetrics, RatioStats, ratio_stats
 from p3o_train.objective import Objective, micro_batch_log_probs, micro_batch_loss
-from p3o_train.parallel import ParallelGroups, check_equal_counts
+from p3o_train.parallel import ParallelGroups, check_equal_counts, together
 from p3o_train.replay import MicroBatches, ReplayCheck, replayed
-from p3o_train.schedule import run_schedule
-from p3o_train.step import CheckedFinalizer, StepStatistics
+from p3o_train.schedule import LossFunction, run_schedule
+from p3o_train.step import CheckedFinalizer, StepStatistics, overlaps
 from p3o_train.types import PackedBatch
 
 
@@ -63,16 +64,17 @@ def policy_log_probs(
     it, is active or not as the model is in training mode or not.
     """
     values: list[Tensor] = []
-    check = ReplayCheck()
+    check, device = ReplayCheck(), _device(model)
 
     def collect(rows: Tensor, batch: PackedBatch, weight: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
         values.append(micro_batch_log_probs(rows, batch, objective, groups, weight))
         return rows.new_zeros(()), {}
 
-    check_equal_counts(len(batches), groups, batches[0].tokens.device)
-    iterator = MicroBatches(batches)
-    with replayed(iterator), torch.no_grad():
-        run_schedule(model, iterator, collect, check.record_first, from_hidden=objective.from_hidden)
+    with together(groups, device):
+        _check_batches(batches)
+    check_equal_counts(len(batches), groups, device)
+    with together(groups, device):
+        _forward_pass(model, MicroBatches(batches), objective, collect, check)
     return PolicyLogProbs(tuple(values), check.first, weight_version)
 
 
@@ -98,49 +100,51 @@ def step_gradients(
         ref_log_probs: [T] of the reference policy for each micro-batch, needed for ``ref_kl_coef`` on the last stage.
         weight_version: of the current weights; ``log_probs`` of other ones are refused.
 
+    Every rank raises the same error, and nothing has moved then but gradients: weights, optimizer and random streams
+    are as before, and the groups stay usable. Two kinds of failure leave other ranks waiting until the timeout of their
+    process group: in the middle of a layer, those that share the layer or the pipeline with the rank; and, where
+    replicas have collectives before the last backward pass ends (the loss itself of micro-batch scope, gradients that
+    are summed meanwhile: ``overlap_grad_reduce``), the replicas.
+
     Raises:
-        ValueError: invalid data on any rank, on all of them alike; ranks with different numbers of micro-batches;
-            log-probs of other weights or tokens.
-        RuntimeError: no valid token in the whole step, a rank that failed in its pre-pass (on all ranks alike), a
-            configuration that would not divide by the token count, or passes that saw different tokens.
+        ValueError: invalid data; different numbers of micro-batches, or none; an argument that is missing, or log-probs
+            of other weights.
+        RuntimeError: no valid token in the whole step; a rank that failed in one of its passes; a configuration that
+            would not divide by the token count; passes that saw different tokens.
     """
     from megatron.core.utils import get_model_config
 
-    config, device = get_model_config(model[0]), batches[0].tokens.device
-    if not config.calculate_per_token_loss:
-        raise RuntimeError(
-            "calculate_per_token_loss must be True: otherwise every micro-batch is divided by its own token count and "
-            "the objective depends on how the step is cut"
-        )
-    reused = _checked_source(objective, log_probs, weight_version)
+    config, device = get_model_config(model[0]), _device(model)
+    with together(groups, device):
+        _check_batches(batches)
+        if not config.calculate_per_token_loss:
+            raise RuntimeError(
+                "calculate_per_token_loss must be True: otherwise every micro-batch is divided by its own token count "
+                "and the objective depends on how the step is cut"
+            )
+        reused = _checked_source(objective, log_probs, weight_version, len(batches), groups)
+        references = _references(ref_log_probs, batches, objective, groups)
     check_equal_counts(len(batches), groups, device)
     iterator, check = MicroBatches(batches), ReplayCheck(() if reused is None else reused.seen)
     context: ESSContext | None = None
-    begin = time.perf_counter()
-    if objective.needs_context:
-        context = _frozen_context(model, iterator, objective, groups, check, reused)
-    prepass_seconds = time.perf_counter() - begin if objective.needs_context else 0.0
-    metrics: list[Tensor] = []
-    references = _references(ref_log_probs, batches, objective, groups)
-
-    def loss(rows: Tensor, batch: PackedBatch, weight: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-        made = micro_batch_loss(rows, batch, objective, groups, context, weight, next(references))
-        metrics.append(made.metrics.vector)
-        return made.loss, {"loss_sum": made.loss.detach()}
-
-    def invalid_tokens() -> Tensor | None:
-        if not groups.is_last_stage:
-            return None
+    prepass_seconds = 0.0
+    with _undone_on_error(iterator):
         if objective.needs_context:
-            check.verify()
-        total = _summed(metrics)
-        return None if total is None else total.means()["invalid_tokens"]
+            begin = time.perf_counter()
+            context = _frozen_context(model, iterator, objective, groups, check, reused)
+            prepass_seconds = time.perf_counter() - begin
+        metrics = _training_pass(model, config, iterator, objective, groups, check, context, references)
+    return StepResult(context, metrics, prepass_seconds)
 
-    # micro-batch scope alone has collectives between data-parallel ranks before the finalizer's
-    joins = objective.needs_context or objective.advantage_estimator == "grpo"
-    with CheckedFinalizer(config, groups, invalid_tokens, device, joins):
-        run_schedule(model, iterator, loss, check.record_second, from_hidden=objective.from_hidden, training=True)
-    return StepResult(context, _summed(metrics), prepass_seconds)
+
+def _device(model: Sequence[Any]) -> torch.device:
+    device: torch.device = next(model[0].parameters()).device
+    return device
+
+
+def _check_batches(batches: Sequence[PackedBatch]) -> None:
+    if not batches:
+        raise ValueError("batches is empty, but a step needs a micro-batch on every rank; give it a dummy_batch")
 
 
 def _references(
@@ -159,7 +163,7 @@ def _references(
 
 
 def _checked_source(
-    objective: Objective, log_probs: PolicyLogProbs | None, weight_version: int
+    objective: Objective, log_probs: PolicyLogProbs | None, weight_version: int, count: int, groups: ParallelGroups
 ) -> PolicyLogProbs | None:
     """The log-probs to take statistics from; None where a pre-pass makes them."""
     if not objective.needs_context or objective.context_source == "prepass":
@@ -175,6 +179,11 @@ def _checked_source(
             f"{weight_version}: their e would belong to an older policy. Run policy_log_probs again, or set "
             'context_source="prepass"'
         )
+    if groups.is_last_stage and len(log_probs.values) != count:
+        raise ValueError(
+            f"log_probs are of {len(log_probs.values)} micro-batches, but the step has {count}; run policy_log_probs "
+            "on these micro-batches"
+        )
     return log_probs
 
 
@@ -187,24 +196,113 @@ def _frozen_context(
     reused: PolicyLogProbs | None,
 ) -> ESSContext:
     statistics = StepStatistics()
-    failure: Exception | None = None
-    device = iterator.batches[0].tokens.device
+    device = _device(model)
 
     def collect(rows: Tensor, batch: PackedBatch, weight: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
         made = micro_batch_log_probs(rows, batch, objective, groups, weight)
         statistics.add(ratio_stats(made, batch.behavior_log_probs, batch.mask))
         return rows.new_zeros(()), {}
 
-    try:
+    with together(groups, device):
         if reused is None:
-            with replayed(iterator), torch.no_grad():
-                run_schedule(model, iterator, collect, check.record_first, from_hidden=objective.from_hidden)
+            _forward_pass(model, iterator, objective, collect, check)
         elif groups.is_last_stage:
             for values, batch in zip(reused.values, iterator.batches, strict=True):
                 statistics.add(ratio_stats(values, batch.behavior_log_probs, batch.mask))
-    except Exception as error:  # told to every rank by the reduction, which the others are waiting in
-        failure = error
-    return statistics.freeze(groups, device, failure)
+    return statistics.freeze(groups, device)
+
+
+def _forward_pass(
+    model: Sequence[Any], iterator: MicroBatches, objective: Objective, collect: LossFunction, check: ReplayCheck
+) -> None:
+    """Without gradients and without a trace in iterator and random streams."""
+    failures: list[Exception] = []
+    with replayed(iterator), torch.no_grad():
+        run_schedule(
+            model, iterator, _to_the_end(collect, failures), check.record_first, from_hidden=objective.from_hidden
+        )
+    if failures:
+        raise failures[0]
+
+
+def _training_pass(
+    model: Sequence[Any],
+    config: Any,
+    iterator: MicroBatches,
+    objective: Objective,
+    groups: ParallelGroups,
+    check: ReplayCheck,
+    context: ESSContext | None,
+    references: Iterator[Tensor | None],
+) -> P3OMetrics | None:
+    metrics: list[Tensor] = []
+    begun: list[PackedBatch] = []
+    failures: list[Exception] = []
+    device = _device(model)
+    # where the replicas meet in the loss: the e of micro-batch scope
+    meeting = groups.data_context if objective.advantage_estimator == "p3o" and context is None else None
+
+    def loss(rows: Tensor, batch: PackedBatch, weight: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+        begun.append(batch)
+        made = micro_batch_loss(rows, batch, objective, groups, context, weight, next(references))
+        metrics.append(made.metrics.vector)
+        return made.loss, {"loss_sum": made.loss.detach()}
+
+    def invalid_tokens() -> Tensor | None:
+        if failures:
+            raise failures[0]
+        if objective.needs_context:
+            check.verify()
+        total = _summed(metrics)
+        return None if total is None else total.means()["invalid_tokens"]
+
+    def catch_up() -> bool:
+        # a loss that raised may have met the replicas or not
+        if any(map(overlaps, model)) or (meeting is not None and len(begun) != len(metrics)):
+            return False
+        if meeting is not None and groups.is_last_stage:
+            for _ in iterator.batches[len(metrics) :]:
+                RatioStats.zeros(device).all_reduce(meeting)
+        return True
+
+    with CheckedFinalizer(config, groups, invalid_tokens, device, catch_up):
+        run_schedule(
+            model,
+            iterator,
+            _to_the_end(loss, failures) if meeting is None else loss,
+            check.record_second,
+            from_hidden=objective.from_hidden,
+            training=True,
+        )
+    return _summed(metrics)
+
+
+def _to_the_end(loss_function: LossFunction, failures: list[Exception]) -> LossFunction:
+    """Keeps what ``loss_function`` raises in ``failures`` and gives zeros from then on.
+
+    Other stages and ranks wait for this one in the micro-batches that are left; afterwards they can be told.
+    """
+
+    def call(rows: Tensor, batch: PackedBatch, weight: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+        if not failures:
+            try:
+                return loss_function(rows, batch, weight)
+            except Exception as error:  # the caller raises it after the pass
+                failures.append(error)
+        nothing = rows[:0].float().sum()  # connected, so that the backward pass runs
+        return nothing if weight is None else nothing + weight[:0].float().sum(), {}
+
+    return call
+
+
+@contextlib.contextmanager
+def _undone_on_error(iterator: MicroBatches) -> Iterator[None]:
+    """Iterator and random streams are as before if the body raises; otherwise they stay where it left them."""
+    with contextlib.ExitStack() as before:
+        before.enter_context(replayed(iterator))
+        yield
+        with replayed(iterator):  # what the body left comes back after what was before
+            before.close()
 
 
 def _summed(vectors: Sequence[Tensor]) -> P3OMetrics | None:

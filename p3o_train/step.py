@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from p3o_kernels import ESSContext, RatioStats
-from p3o_train.parallel import ParallelGroups, raise_together, reduce_counts, reduce_statistics
+from p3o_train.parallel import ParallelGroups, agree, reduce_counts, reduce_statistics, together
 
 NO_TOKENS = (
     "no valid response tokens globally: every loss mask of this optimizer step is empty, on every rank; the optimizer "
@@ -27,22 +27,18 @@ class StepStatistics:
         """Of one micro-batch; a dummy's are zeros."""
         self._sum = stats if self._sum is None else self._sum + stats
 
-    def freeze(self, groups: ParallelGroups, device: Any, failure: Exception | None = None) -> ESSContext:
+    def freeze(self, groups: ParallelGroups, device: Any) -> ESSContext:
         """e of the whole step, the same on every rank. Every rank calls, whether it has added anything or not.
 
         Collectives: one over DP x CP on the last pipeline stage, one broadcast over the stages. Their result is read
         on the host.
 
-        Args:
-            failure: what this rank's pre-pass raised; then every rank raises it.
-
         Raises:
             ValueError: invalid data on any rank, on all of them alike; the groups stay usable.
-            RuntimeError: no valid token in the whole step, or a failed rank, on all ranks alike.
+            RuntimeError: no valid token in the whole step, on all ranks alike.
         """
         stats = RatioStats.zeros(device) if self._sum is None else self._sum
-        stats = reduce_statistics(stats, groups, failure)
-        context = stats.to_context(validate=True)
+        context = reduce_statistics(stats, groups).to_context(validate=True)
         if context.num_tokens == 0:
             raise RuntimeError(NO_TOKENS)
         return context
@@ -53,19 +49,19 @@ class CheckedFinalizer:
 
     Megatron divides by a count that it has raised to 1, so a step without tokens would run the optimizer, and its
     weight decay, on gradients of zero. With invalid data, which micro-batch scope cannot know before, they are NaN.
-    The check comes before the original function and before anything moves. One host read.
+    The check comes before the original function and before anything moves. Two host reads.
 
-    When this rank raises while others wait in that check, it joins them, and every rank raises the same error. That
-    works where the check is the first collective that the others meet: in step scope, between data-parallel replicas.
-    A rank that leaves its tensor, context or pipeline group alone in the middle of a layer can only be missed there
-    until the timeout of the process group.
+    When this rank raises while others wait in that check, it joins them, and every rank raises the same error. First it
+    has to enter the collectives that they meet before. That works between data-parallel replicas. A rank that leaves
+    its tensor, context or pipeline group alone in the middle of a layer is missed there until the group's timeout.
 
     Args:
         config: Megatron's, of the model.
         device: of the tensors that the collectives carry.
         invalid_tokens: [] how many tokens of this rank were invalid, or None where no loss was computed; asked for
             when the backward passes are done.
-        joins: whether this is the first collective of the data-parallel replicas.
+        catch_up: enters the collectives of the data-parallel replicas that this rank has missed by raising, and tells
+            whether it could; without it the rank raises alone.
 
     Raises:
         RuntimeError: on entry, when the function is not set; inside, on every rank, when the step has no valid token or
@@ -79,10 +75,10 @@ class CheckedFinalizer:
         groups: ParallelGroups,
         invalid_tokens: Callable[[], Tensor | None],
         device: Any = "cpu",
-        joins: bool = False,
+        catch_up: Callable[[], bool] | None = None,
     ) -> None:
         self._config, self._groups, self._invalid_tokens = config, groups, invalid_tokens
-        self._device, self._joins = device, joins
+        self._device, self._catch_up = device, catch_up
         self._original: Callable[..., Any] | None = getattr(config, "finalize_model_grads_func", None)
         self._reached = False
 
@@ -96,28 +92,30 @@ class CheckedFinalizer:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._config.finalize_model_grads_func = self._original
-        if self._joins and not self._reached and isinstance(error, Exception):
-            reduce_counts(torch.tensor([0.0, 0.0, 1.0], device=self._device), self._groups)
-            raise_together(error, self._groups)
+        if isinstance(error, Exception) and not self._reached and self._catch_up is not None and self._catch_up():
+            agree(error, self._groups, self._device)
 
     def _finalize(self, model: Any, num_tokens: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         if num_tokens is None:
             raise RuntimeError("no token count reached the gradient finalizer: set calculate_per_token_loss=True")
         self._reached = True
-        failure: Exception | None = None
-        invalid: Tensor | None = None
         try:
+            self._check(num_tokens)
+        except Exception:
+            _wait_for_gradients(model)
+            raise
+        original: Any = self._original  # set: entering was refused without
+        return original(model, num_tokens, *args, **kwargs)
+
+    def _check(self, num_tokens: Tensor) -> None:
+        invalid: Tensor | None = None
+        with together(self._groups, self._device):
             invalid = self._invalid_tokens()
-        except Exception as error:  # told to every rank below, where all of them meet
-            failure = error
-        count = num_tokens.double().reshape(())
-        counts = count.new_tensor([0.0, 0.0, float(failure is not None)])
-        counts[0] = count
+        counts = num_tokens.new_zeros(2, dtype=torch.float64)
+        counts[0] = num_tokens.reshape(())
         if invalid is not None:
             counts[1] = invalid
-        tokens, bad, failed = reduce_counts(counts, self._groups).tolist()
-        if failed:
-            raise_together(failure, self._groups)
+        tokens, bad = reduce_counts(counts, self._groups).tolist()
         if bad:
             raise ValueError(
                 f"invalid data on {bad:.0f} of {tokens:.0f} valid tokens of this optimizer step: log-ratios "
@@ -126,5 +124,16 @@ class CheckedFinalizer:
             )
         if tokens == 0:
             raise RuntimeError(NO_TOKENS)
-        original: Any = self._original  # set: entering was refused without
-        return original(model, num_tokens, *args, **kwargs)
+
+
+def overlaps(chunk: Any) -> bool:
+    """Whether Megatron's DDP sums gradients over replicas while the last backward pass still runs."""
+    config = getattr(chunk, "ddp_config", None)
+    return config is not None and bool(config.overlap_grad_reduce)
+
+
+def _wait_for_gradients(model: Sequence[Any]) -> None:
+    """For sums that are under way: Megatron refuses to begin the next ones before."""
+    for chunk in model:
+        if overlaps(chunk):
+            chunk.finish_grad_sync()

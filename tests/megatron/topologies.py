@@ -107,7 +107,7 @@ def forward_backward(model: Any, layout: ContextLayout) -> tuple[list[torch.Tens
 
 
 @contextlib.contextmanager
-def groups(sizes: Topology) -> Iterator[Topology]:
+def groups(sizes: Topology, timeout_minutes: float = 10.0) -> Iterator[Topology]:
     """Parallel groups of these sizes, and this rank's place in them."""
     from megatron.core import parallel_state
 
@@ -117,6 +117,7 @@ def groups(sizes: Topology) -> Iterator[Topology]:
         context_parallel_size=sizes.cp,
         # every group is one already; destroying the extra ones would let their names, and stale addresses, come back
         create_gloo_process_groups=False,
+        distributed_timeout_minutes=timeout_minutes,
     )
     try:
         yield Topology(
