@@ -7,7 +7,8 @@ tensor-parallel ranks hold copies of them, and pipeline stages before the last o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -33,6 +34,8 @@ class ParallelGroups:
     """Stages of one model, first to last."""
     data: ProcessGroup | None = None
     """Replicas of this rank: same shard, stage and part of each sequence, other samples."""
+    sub_contexts: Mapping[int, ProcessGroup] = dataclasses.field(default_factory=dict)
+    """Size -> group of this rank, for micro-batches that fewer (or more) context-parallel ranks share than usual."""
 
     @classmethod
     def from_megatron(cls) -> ParallelGroups:

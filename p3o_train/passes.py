@@ -74,7 +74,7 @@ def policy_log_probs(
         _check_batches(batches)
     check_equal_counts(len(batches), groups, device)
     with together(groups, device):
-        _forward_pass(model, MicroBatches(batches), objective, collect, check)
+        _forward_pass(model, MicroBatches(batches), objective, groups, collect, check)
     return PolicyLogProbs(tuple(values), check.first, weight_version)
 
 
@@ -205,7 +205,7 @@ def _frozen_context(
 
     with together(groups, device):
         if reused is None:
-            _forward_pass(model, iterator, objective, collect, check)
+            _forward_pass(model, iterator, objective, groups, collect, check)
         elif groups.is_last_stage:
             for values, batch in zip(reused.values, iterator.batches, strict=True):
                 statistics.add(ratio_stats(values, batch.behavior_log_probs, batch.mask))
@@ -213,13 +213,23 @@ def _frozen_context(
 
 
 def _forward_pass(
-    model: Sequence[Any], iterator: MicroBatches, objective: Objective, collect: LossFunction, check: ReplayCheck
+    model: Sequence[Any],
+    iterator: MicroBatches,
+    objective: Objective,
+    groups: ParallelGroups,
+    collect: LossFunction,
+    check: ReplayCheck,
 ) -> None:
     """Without gradients and without a trace in iterator and random streams."""
     failures: list[Exception] = []
     with replayed(iterator), torch.no_grad():
         run_schedule(
-            model, iterator, _to_the_end(collect, failures), check.record_first, from_hidden=objective.from_hidden
+            model,
+            iterator,
+            _to_the_end(collect, failures),
+            check.record_first,
+            from_hidden=objective.from_hidden,
+            context_groups=groups.sub_contexts,
         )
     if failures:
         raise failures[0]
@@ -273,6 +283,7 @@ def _training_pass(
             check.record_second,
             from_hidden=objective.from_hidden,
             training=True,
+            context_groups=groups.sub_contexts,
         )
     return _summed(metrics)
 
