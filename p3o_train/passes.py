@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from p3o_kernels import ESSContext, P3OMetrics, RatioStats, ratio_stats
 from p3o_train.objective import Objective, micro_batch_log_probs, micro_batch_loss
@@ -249,8 +250,7 @@ def _training_pass(
     begun: list[PackedBatch] = []
     failures: list[Exception] = []
     device = _device(model)
-    # where the replicas meet in the loss: the e of micro-batch scope
-    meeting = groups.data_context if objective.advantage_estimator == "p3o" and context is None else None
+    meeting = _meeting(objective, groups)
 
     def loss(rows: Tensor, batch: PackedBatch, weight: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
         begun.append(batch)
@@ -286,6 +286,11 @@ def _training_pass(
             context_groups=groups.sub_contexts,
         )
     return _summed(metrics)
+
+
+def _meeting(objective: Objective, groups: ParallelGroups) -> ProcessGroup | None:
+    """Where the replicas meet in the loss: for the e of micro-batch scope."""
+    return groups.data_context if objective.advantage_estimator == "p3o" and not objective.needs_context else None
 
 
 def _to_the_end(loss_function: LossFunction, failures: list[Exception]) -> LossFunction:
