@@ -41,6 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if first:
             print(f"p3o train: {error}", file=sys.stderr)
         return 2
+    if problems := doctor.problems():
+        if first:
+            print(f"p3o train cannot run here: {'; '.join(problems)}. `p3o doctor` says what to do", file=sys.stderr)
+        return 1
     try:
         train(config, objective, args.update_weights_interval, vars(args))
     except RunRefused as error:

@@ -34,6 +34,13 @@ def test_refusals_name_the_flag_and_leave_no_run_directory(flags, message, tmp_p
     assert not run_dir.exists()
 
 
+def test_a_missing_package_is_named_before_anything_is_written(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(cli.doctor, "problems", lambda: ["megatron-core is missing"])
+    assert cli.main(["train", "--preset", "tiny", "--run-dir", str(tmp_path / "run")]) == 1
+    assert "megatron-core is missing. `p3o doctor` says what to do" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_unknown_command_shows_the_known_ones(capsys):
     with pytest.raises(SystemExit):
         cli.main(["teach"])
