@@ -79,8 +79,9 @@ test: $(READY) ## all that needs no GPU: lint, the three CPU lanes and a smoke r
 	    }; \
 	done; printf '\n== passed in %d s: %s ==\n' $$(($$(date +%s) - begin)) '$(LANES)'
 
+# A file stays in one process: what its tests share is computed once.
 test-cpu: $(READY) ## references, gradients, compile budgets, memory and launch counts
-	@$(COMPILED) $(PYTEST) tests -n $(JOBS) -m "not gpu"
+	@$(COMPILED) $(PYTEST) tests -n $(JOBS) --dist loadfile -m "not gpu"
 
 test-megatron: $(READY) ## a part of test-cpu: steps on Megatron-Core, and the table of how little a cut changes
 	@$(COMPILED) $(PYTEST) tests/megatron -m "not gpu"

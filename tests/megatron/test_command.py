@@ -102,7 +102,7 @@ def test_resume_with_another_learning_rate(whole):
 
 def test_ctrl_c_says_how_to_go_on(tmp_path):
     run_dir = tmp_path / "stopped"
-    process = started(command(run_dir), run_dir, 4)
+    process = started(command(run_dir, "--num-rollouts", "500"), run_dir, 4)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130 and "--resume" in out and "Traceback" not in out
