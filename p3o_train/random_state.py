@@ -47,7 +47,8 @@ def set_random_states(states: dict[str, Any]) -> None:
 def _megatron_tracker() -> Any:
     """Megatron's tracker of CUDA random streams, when Megatron is loaded and has seeded it."""
     module: Any = sys.modules.get("megatron.core.tensor_parallel.random")
-    if module is None:
+    # asking for the tracker would make one, of a kind that Megatron may not want
+    if module is None or not getattr(module, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True):
         return None
     tracker: Any = module.get_cuda_rng_tracker()
     return tracker if tracker.is_initialized() else None

@@ -42,7 +42,15 @@ def weights(run_dir, rank=0):
 
 def started(arguments, run_dir, lines):
     """A process that has written some steps."""
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)
+    process = subprocess.Popen(
+        arguments,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=ENVIRONMENT,
+        # a shell starts background jobs, such as a test run, with Ctrl-C ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     metrics, limit = Path(run_dir) / "metrics.jsonl", time.monotonic() + 120
     while not metrics.exists() or metrics.read_text().count("\n") < lines:
         assert process.poll() is None and time.monotonic() < limit, process.stdout.read()

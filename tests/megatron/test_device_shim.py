@@ -5,6 +5,7 @@ import torch
 
 from p3o_train import device_shim
 from p3o_train.device_shim import StatelessTracker, megatron_on_cpu
+from p3o_train.random_state import random_states
 from tests.megatron.topologies import NEEDS_MEGATRON
 
 pytestmark = [
@@ -62,6 +63,12 @@ def test_everything_is_restored(random, failure):
     assert torch.zeros(1).type() == "torch.FloatTensor"
     with megatron_on_cpu():  # and it can be entered again
         pass
+
+
+def test_saving_random_streams_makes_no_tracker(random, monkeypatch):
+    monkeypatch.setattr(random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", False)
+    assert "megatron" not in random_states()
+    assert random._CUDA_RNG_STATE_TRACKER_INITIALIZED is False
 
 
 def test_entering_twice_is_refused_and_leaves_the_first_intact(random):
