@@ -131,7 +131,12 @@ def load_checkpoint(
         manifest = files.read_manifest(path)
         _check_identity(path, manifest, identity)
         content = _read(path, manifest)
-        _check_model(path, content["model"], model)
+        _check_tensors(path, "model", content["model"], dict(_model_tensors(model)))
+        inner = [_optimized(one) for one in _inner_optimizers(optimizer)]
+        saved = [one["weights"] for one in content["optimizer"]]
+        _check_tensors(path, "optimizer", _flat(saved), _flat(inner))
+        if (scheduler is None) != (content["scheduler"] is None):
+            raise ValueError(f"{path}: a schedule was saved or is given, but not both; build what was saved")
         kept.append((manifest, content))
 
     kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -217,12 +222,17 @@ def _read(path: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
     return content
 
 
-def _check_model(path: Path, saved: Mapping[str, Tensor], model: Sequence[Any]) -> None:
-    shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in saved.items()}
-    wanted = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in _model_tensors(model)}
+def _flat(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {f"{place}.{name}": tensor for place, part in enumerate(parts) for name, tensor in part.items()}
+
+
+def _check_tensors(path: Path, kind: str, saved: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> None:
+    shapes, wanted = (
+        {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in named.items()} for named in (saved, current)
+    )
     if shapes != wanted:
         names = sorted(name for name in shapes.keys() | wanted.keys() if shapes.get(name) != wanted.get(name))
         raise ValueError(
-            f"{path} holds another model: {names[0]} is {shapes.get(names[0])} there and {wanted.get(names[0])} here "
-            f"({len(names)} differ); build the model that was saved"
+            f"{path} holds another {kind}: {names[0]} is {shapes.get(names[0])} there and {wanted.get(names[0])} here "
+            f"({len(names)} differ); build the {kind} that was saved"
         )

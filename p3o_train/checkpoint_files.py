@@ -2,7 +2,8 @@
 
     DIR/latest_checkpointed_iteration.txt       the iteration to load
     DIR/iter_0000010/rank_00000.pt ...          what each rank holds
-    DIR/iter_0000010/manifest.json              sizes and SHA-256 of these files, written when all of them are on disk
+    DIR/iter_0000010/manifest.json              sizes and SHA-256 of these files and its own, written when
+                                                all of them are on disk
 
 A checkpoint is written beside its place (``iter_0000010.tmp``), put on disk, renamed, and only then named by the
 tracker; older ones go last. Until the tracker is replaced, which happens at once or not at all, the previous one
@@ -84,12 +85,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: it is not what was written.
     """
+    damaged = f"{path / MANIFEST} is damaged; load another iteration"
     try:
-        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path / MANIFEST} is damaged ({error}); load another iteration") from error
+        raise ValueError(damaged) from error
+    if not isinstance(content, dict) or content != _signed(content.get("manifest")):
+        raise ValueError(damaged)
+    manifest: dict[str, Any] = content["manifest"]
     return manifest
 
 
@@ -125,7 +130,7 @@ def publish(directory: Path, iteration: int, manifest: Mapping[str, Any], keep: 
     """Makes what is in the temporary directory the latest checkpoint, then removes all but the newest ``keep``."""
     final = iteration_directory(directory, iteration)
     temporary = final.with_suffix(".tmp")
-    _write(temporary / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+    _write(temporary / MANIFEST, json.dumps(_signed(manifest), indent=1) + "\n")
     sync_directory(temporary)
     if final.exists():  # of a run that was killed before its tracker was written
         _remove(final)
@@ -152,6 +157,11 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _signed(manifest: Any) -> dict[str, Any]:
+    canonical = json.dumps(manifest, sort_keys=True).encode()
+    return {"manifest": manifest, "sha256": hashlib.sha256(canonical).hexdigest()}
 
 
 def _write(path: Path, text: str) -> None:

@@ -19,10 +19,10 @@ from p3o_train.config import PRESETS, TrainConfig, add_train_arguments, config_f
 from p3o_train.curves import draw_curves
 from p3o_train.objective import Objective
 from p3o_train.runtime import build_trainee, megatron_run
-from p3o_train.sinks import Sink, open_sinks
+from p3o_train.sinks import FILE_NAME, Sink, open_sinks
 from p3o_train.tasks import ReverseDigits
 
-METRICS, CURVES, SETTINGS = "metrics.jsonl", "curves.png", "config.json"
+CURVES, SETTINGS = "curves.png", "config.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -124,8 +124,8 @@ def train(config: TrainConfig, objective: Objective, update_weights_interval: in
                     sink.write(step, row)
                 show(row)
     if int(os.environ.get("RANK", "0")) == 0:
-        draw_curves(directory / METRICS, directory / CURVES)
-        print(f"Numbers, curves and checkpoints are in {directory}: {METRICS}, {CURVES}.")
+        draw_curves(directory / FILE_NAME, directory / CURVES)
+        print(f"Numbers, curves and checkpoints are in {directory}: {FILE_NAME}, {CURVES}.")
 
 
 class RunRefused(Exception):

@@ -170,7 +170,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("run")
     types = typing.get_type_hints(TrainConfig)
     for field in dataclasses.fields(TrainConfig):
-        options: dict[str, Any] = {"default": field.default, "help": f"{field.metadata['help']} (default: %(default)s)"}
+        options: dict[str, Any] = {"default": field.default, "help": field.metadata["help"]}
         if types[field.name] is bool:
             options["action"] = argparse.BooleanOptionalAction
         else:

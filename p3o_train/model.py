@@ -7,7 +7,6 @@ out of the last stage.
 Weights do not depend on the topology: every full parameter is drawn from the seed and its own name, then cut.
 """
 
-import hashlib
 import math
 import re
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from p3o_train.device_shim import has_transformer_engine
 from p3o_train.packed_attention import PackedAttention
+from p3o_train.random_state import named_generator
 
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 # their outputs are added to the residual stream, which grows with every layer
@@ -201,8 +201,7 @@ def drawn(full_name: str, shape: Sequence[int], config: ModelConfig) -> Tensor:
     """The initial value of a full parameter, float32: 1 for gains, normal for matrices."""
     if len(shape) == 1:
         return torch.ones(*shape)
-    digest = hashlib.sha256(f"{config.seed} {full_name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    generator = named_generator(config.seed, full_name)
     scale = math.sqrt(2 * config.num_layers) if full_name.endswith(_RESIDUAL_WEIGHTS) else 1.0
     return torch.randn(*shape, generator=generator) * (config.init_std / scale)
 

@@ -1,4 +1,6 @@
-"""The process groups of a run, and the only collectives of the training layer outside Megatron.
+"""The process groups of a run, and the collectives of a step outside Megatron's model.
+
+Attention gathers keys and values itself (``packed_attention``), and what the host does is agreed upon in ``agreement``.
 
 Statistics of a step are sums over tokens, so they add over data- and context-parallel ranks and over nothing else:
 tensor-parallel ranks hold copies of them, and pipeline stages before the last one never see a log-prob.
@@ -69,22 +71,13 @@ class ParallelGroups:
 
 
 def reduce_statistics(stats: RatioStats, groups: ParallelGroups) -> RatioStats:
-    """The sums of the whole step, the same bits on every rank: a sum over DP x CP, then a copy to earlier stages.
-
-    Every rank calls; what stages before the last pass in is not used.
-    """
-    vector = stats.as_vector()
-    if groups.is_last_stage and groups.data_context is not None:
-        vector = _sum_over_ranks(vector, groups.data_context)
-    return RatioStats.from_vector(_from_last_stage(vector, groups))
+    """The sums of the whole step: see ``merge_rows``."""
+    return RatioStats.from_vector(reduce_counts(stats.as_vector(), groups))
 
 
 def reduce_counts(counts: Tensor, groups: ParallelGroups) -> Tensor:
-    """[n] float64: counts of the whole step, by the same way; float64 counts tokens exactly up to 2^53."""
-    total = counts.detach().double()
-    if groups.is_last_stage and groups.data_context is not None:
-        total = _sum_over_ranks(total, groups.data_context)
-    return _from_last_stage(total, groups)
+    """[n] float64: sums over the whole step, as ``merge_rows`` does it; float64 counts tokens exactly up to 2^53."""
+    return merge_rows(counts.detach().double(), groups, _summed)
 
 
 def merge_rows(vector: Tensor, groups: ParallelGroups, merge: Callable[[Tensor], Tensor]) -> Tensor:
@@ -94,12 +87,21 @@ def merge_rows(vector: Tensor, groups: ParallelGroups, merge: Callable[[Tensor],
     one over DP x CP on the last pipeline stage, one broadcast over the stages.
     """
     if groups.is_last_stage:
-        rows = vector[None]
-        if groups.data_context is not None:
-            rows = vector.new_empty(groups.data_context.size(), vector.numel())
-            dist.all_gather(list(rows.unbind(0)), vector.contiguous(), group=groups.data_context)
-        vector = merge(rows)
-    return _from_last_stage(vector, groups)
+        vector = merge(vector[None] if groups.data_context is None else _rows(vector, groups.data_context))
+    return copy_from_last_stage(vector, groups)
+
+
+def copy_from_last_stage(tensor: Tensor, groups: ParallelGroups) -> Tensor:
+    """What the last pipeline stage passes in, on every stage; shape and dtype must be the same on all of them.
+
+    A broadcast, never a sum: several stages would count every token several times.
+    """
+    if groups.pipeline is None:
+        return tensor
+    tensor = tensor.contiguous() if groups.is_last_stage else torch.empty_like(tensor)
+    source = dist.get_global_rank(groups.pipeline, groups.pipeline.size() - 1)
+    dist.broadcast(tensor, src=source, group=groups.pipeline)
+    return tensor
 
 
 @contextlib.contextmanager
@@ -190,42 +192,29 @@ def _global_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _sum_over_ranks(vector: Tensor, group: ProcessGroup) -> Tensor:
-    """Added in the order of the ranks: the same bits on every rank, run after run."""
+def _rows(vector: Tensor, group: ProcessGroup) -> Tensor:
+    """[ranks, n]: added in the order of the ranks they give the same bits on every rank, run after run."""
     gathered = vector.new_empty(group.size(), vector.numel())
     dist.all_gather(list(gathered.unbind(0)), vector.contiguous(), group=group)
-    return gathered.sum(0)
+    return gathered
 
 
-def _from_last_stage(vector: Tensor, groups: ParallelGroups) -> Tensor:
-    """Broadcast, never a sum: several stages would count every token several times."""
-    if groups.pipeline is None:
-        return vector
-    vector = vector.contiguous() if groups.is_last_stage else torch.empty_like(vector)
-    source = dist.get_global_rank(groups.pipeline, groups.pipeline.size() - 1)
-    dist.broadcast(vector, src=source, group=groups.pipeline)
-    return vector
-
-
-def copy_from_last_stage(tensor: Tensor, groups: ParallelGroups) -> Tensor:
-    """What the last pipeline stage passes in, on every stage; shape and dtype must be the same on all of them."""
-    return _from_last_stage(tensor, groups)
+def _summed(rows: Tensor) -> Tensor:
+    return rows.sum(0)
 
 
 def join_vocabulary(rows: Tensor, groups: ParallelGroups) -> Tensor:
     """[n, V] from the shards [n, V / tp] of the tensor-parallel ranks, the same bits on each; no gradient."""
     if groups.tensor is None:
         return rows
-    shards = rows.new_empty(groups.tensor.size(), *rows.shape)
-    dist.all_gather(list(shards.unbind(0)), rows.contiguous(), group=groups.tensor)
-    return torch.cat(list(shards), -1)
+    return torch.cat([shard.view_as(rows) for shard in _rows(rows.flatten(), groups.tensor)], -1)
 
 
 def sum_over_context(tensor: Tensor, groups: ParallelGroups) -> Tensor:
     """The sum over context-parallel ranks in their order; no gradient."""
     if groups.context is None:
         return tensor
-    return _sum_over_ranks(tensor.flatten(), groups.context).view_as(tensor)
+    return _rows(tensor.flatten(), groups.context).sum(0).view_as(tensor)
 
 
 def gather_over_data(value: Any, groups: ParallelGroups) -> list[Any]:

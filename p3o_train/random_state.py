@@ -1,12 +1,19 @@
-"""Every random stream of this rank that is in use, as plain values that can be put back and saved."""
+"""Random streams: every one that is in use as plain values, to be put back and saved, and named ones of our own."""
 
 from __future__ import annotations
 
+import hashlib
 import random
 import sys
 from typing import Any
 
 import torch
+
+
+def named_generator(seed: int, name: str) -> torch.Generator:
+    """A CPU generator that depends on ``seed`` and ``name`` alone; other names have unrelated numbers."""
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
 
 
 def random_states() -> dict[str, Any]:

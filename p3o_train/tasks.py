@@ -8,6 +8,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from p3o_train.random_state import named_generator
+
 
 class Prompt(NamedTuple):
     """One question."""
@@ -46,7 +48,7 @@ class ReverseDigits:
 
     def prompts(self, rollout_id: int, count: int) -> list[Prompt]:
         """``count`` random numbers, drawn from the seed and the rollout."""
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + rollout_id)
+        generator = named_generator(self.seed, f"prompts of rollout {rollout_id}")
         drawn = torch.randint(10, (count, self.digits), generator=generator).tolist()
         return [Prompt((*row, 10), (*reversed(row), self.end_token_id)) for row in drawn]
 

@@ -24,6 +24,7 @@ from p3o_train.objective import Objective
 from p3o_train.packing import pack_step
 from p3o_train.parallel import gather_over_data
 from p3o_train.passes import PolicyLogProbs, StepResult, policy_log_probs, step_gradients
+from p3o_train.random_state import named_generator
 from p3o_train.rollout import EmbeddedEngine, Sampling, copy_weights, swapped_weights
 from p3o_train.runtime import Trainee
 from p3o_train.tasks import Task
@@ -69,7 +70,7 @@ class Trainer:
         config, trainee = self.config, self.trainee
         asked = self.task.prompts(self.next_rollout, config.rollout_batch_size)
         prompts = [prompt for prompt in asked for _ in range(config.n_samples_per_prompt)]
-        generator = torch.Generator().manual_seed(config.seed * 1_000_003 + self.next_rollout)
+        generator = named_generator(config.seed, f"responses of rollout {self.next_rollout}")
         shape = (len(prompts), config.rollout_max_response_len)
         uniforms = torch.rand(shape, dtype=torch.float64, generator=generator)
         mine = list(range(trainee.dp_rank, len(prompts), trainee.dp_size))

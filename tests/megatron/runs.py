@@ -75,6 +75,48 @@ def stopped_and_resumed(rank: int, folder: str, config: TrainConfig, interval: i
     return whole, stopped, resumed
 
 
+def not_finite(rank: int) -> tuple[str, bool]:
+    """What an optimizer step says of a NaN gradient, and whether weights, moments and schedule stayed as they were."""
+    with megatron_run(SMALL.parallelism):
+        task = ReverseDigits()
+        trainee = build_trainee(SMALL.model_config(task.vocab_size), SMALL.optimizer_settings())
+        parameters = list(trainee.model[0].parameters())
+        for parameter in parameters:
+            parameter.main_grad.fill_(1.0)
+        trainee.step()
+        trainee.zero_grad()
+        parameters[0].main_grad.fill_(float("nan"))
+        (adam,) = (one.optimizer for one in trainee.optimizer.chained_optimizers)
+
+        def held() -> list[torch.Tensor]:
+            moments = [value for state in adam.state.values() for value in state.values()]
+            return [tensor.detach().clone() for tensor in (*parameters, *moments)]
+
+        before = held()
+        try:
+            trainee.step()
+        except RuntimeError as error:
+            same = all(torch.equal(one, two) for one, two in zip(before, held(), strict=True))
+            return str(error), same and trainee.scheduler.num_steps == 1
+        return "nothing was raised", False
+
+
+def without_snapshot(rank: int, folder: str) -> str:
+    """What a run whose policy lags says of a checkpoint that lacks that policy."""
+    config = dataclasses.replace(SMALL, run_dir=folder)
+    with megatron_run(config.parallelism):
+        task = ReverseDigits()
+        trainee = build_trainee(config.model_config(task.vocab_size), config.optimizer_settings())
+        trainer = Trainer(config, STEP, task, trainee, 3)
+        trainer._snapshot = None
+        trainer.save()
+        try:
+            Trainer(config, STEP, task, trainee, 3).resume()
+        except ValueError as error:
+            return str(error)
+        return "nothing was raised"
+
+
 def refused(rank: int, folder: str) -> tuple[str, bool]:
     """What a checkpoint of another learning rate says, and whether weights and position stayed as they were."""
     config = dataclasses.replace(SMALL, run_dir=folder, num_rollouts=2)

@@ -1,10 +1,12 @@
 """Log-probs that are made once and used again, and hidden states instead of logits, on the real model."""
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
 
+from p3o_train import passes
 from p3o_train.device_shim import megatron_on_cpu
 from p3o_train.forward import build_rl_forward_kwargs, bypassed_output_layers, output_weight, packed_rows
 from p3o_train.objective import Objective
@@ -18,7 +20,7 @@ from tests.megatron.steps import Cut, batches, samples
 from tests.megatron.topologies import CONFIG, NEEDS_MEGATRON, Topology, groups
 
 pytestmark = [pytest.mark.host_only, NEEDS_MEGATRON]
-THREE = Cut(micro_batch_size=2)
+THREE, THREE_MICRO_BATCHES = Cut(micro_batch_size=2), 3
 PREPASS = Objective(ess_scope="step")
 REUSE = dataclasses.replace(PREPASS, context_source="reuse")
 REFERENCE = Objective(ref_kl_coef=0.1)
@@ -91,12 +93,34 @@ def hidden_states(product, batch):
     return logits, hidden @ weight.detach().T, torch.equal(logits, again), names[id(weight)]
 
 
+def widths(product, made, objective):
+    """(width of the rows, whether a weight came along) of every call in a step, pre-pass included."""
+    seen = []
+
+    def noting(function):
+        def call(rows, *arguments, **options):
+            seen.append((rows.shape[1], any(value is weight for value in arguments)))
+            return function(rows, *arguments, **options)
+
+        return call
+
+    weight = output_weight(product.model)
+    with (
+        mock.patch.object(passes, "micro_batch_log_probs", noting(passes.micro_batch_log_probs)),
+        mock.patch.object(passes, "micro_batch_loss", noting(passes.micro_batch_loss)),
+    ):
+        product.gradients(made, objective)
+    return seen
+
+
 def on_one_rank(rank):
     with megatron_on_cpu(), groups(Topology()):
         product, tied = (build_product(dataclasses.replace(CONFIG, tie_embeddings=tied)) for tied in (False, True))
         made = batches(THREE, 0, ContextLayout())
         found = {"refusals": refusals(product, made), "reused": reused(product, made)}
         found["draws"] = draws_left(product, made)
+        hidden = dataclasses.replace(PREPASS, from_hidden=True)
+        found["widths"] = widths(product, made, PREPASS), widths(product, made, hidden)
         return found | {"untied": hidden_states(product, made[0]), "tied": hidden_states(tied, made[0])}
 
 
@@ -147,6 +171,13 @@ def test_log_probs_are_those_of_the_dense_model(found):
         # float32 activations and a log-sum-exp of 64 words
         torch.testing.assert_close(response.double(), want, rtol=1e-6, atol=2e-6)
     assert {value.dtype for value in values} == {torch.float32} and not any(value.requires_grad for value in values)
+
+
+def test_both_passes_get_hidden_states_where_asked_for(found):
+    calls = 2 * THREE_MICRO_BATCHES
+    from_logits, from_hidden = found["widths"]
+    assert from_logits == [(CONFIG.vocab_size, False)] * calls
+    assert from_hidden == [(CONFIG.hidden_size, True)] * calls
 
 
 @pytest.mark.parametrize("which", ["untied", "tied"])

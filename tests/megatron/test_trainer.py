@@ -7,7 +7,7 @@ import torch
 
 from p3o_train.objective import Objective
 from tests.distributed.ranks import on_all_ranks
-from tests.megatron.runs import SMALL, STEP, every_run, refused, stopped_and_resumed
+from tests.megatron.runs import SMALL, STEP, every_run, not_finite, refused, stopped_and_resumed, without_snapshot
 from tests.megatron.topologies import NEEDS_MEGATRON
 
 pytestmark = [pytest.mark.host_only, NEEDS_MEGATRON]
@@ -27,8 +27,10 @@ OBJECTIVES = {
 @pytest.fixture(scope="module")
 def runs():
     """{name: outcome} of one process, each objective for two rollouts of two steps."""
-    (made,) = on_all_ranks(every_run, 1, [(SHORT, objective, 1) for objective in OBJECTIVES.values()])
-    return dict(zip(OBJECTIVES, made, strict=True))
+    cases = {name: (SHORT, objective, 1) for name, objective in OBJECTIVES.items()}
+    cases["advantages not divided"] = (dataclasses.replace(SHORT, normalize_by_std=False), STEP, 1)
+    (made,) = on_all_ranks(every_run, 1, list(cases.values()))
+    return dict(zip(cases, made, strict=True))
 
 
 def test_numbers_of_a_step(runs):
@@ -55,7 +57,8 @@ def test_hidden_states_train_another_model(runs):
 
 
 def test_every_objective_trains(runs):
-    for name, (rows, weights) in runs.items():
+    for name in OBJECTIVES:
+        rows, weights = runs[name]
         assert all(weight.isfinite().all() for weight in weights), name
         prefix = f"train/{OBJECTIVES[name].advantage_estimator}/"
         assert rows[-1][f"{prefix}log_ratio_abs_mean"] > 1e-6, name
@@ -63,6 +66,14 @@ def test_every_objective_trains(runs):
         assert (reference > 1e-6) == ("reference" in name), name
     assert not torch.equal(runs["grpo"][1][0], runs["step"][1][0])
     assert runs["reference"][0][0]["train/p3o/reference_kl"] == pytest.approx(0, abs=1e-9)  # nothing has moved yet
+
+
+def test_division_by_the_standard_deviation_changes_nothing(runs):
+    """In the second step, whose rewards differ; the first has a learning rate of 0, so the weights are the same."""
+    divided, plain = (runs[name][0][1] for name in ("step", "advantages not divided"))
+    assert plain["train/reward_mean"] == divided["train/reward_mean"]
+    # rewards are shares of a response, so deviations are below 1
+    assert 1e-3 < plain["train/grad_norm"] < 0.9 * divided["train/grad_norm"]
 
 
 def test_data_parallel_ranks_train_another_model(runs):
@@ -98,6 +109,19 @@ def test_a_resumed_run_ends_elsewhere(ranks, changes, interval, tmp_path):
         assert all(torch.equal(one, two) for one, two in zip(resumed[1], whole[1], strict=True))
         ages = [row["train/p3o/rollout_policy_age_rollouts"] for row in whole[0][::2]]
         assert ages == ([0, 1, 2, 0, 1, 2] if interval == 3 else [0] * 6)
+        if not config.bf16:  # which rounds log-probs by more than a step moves them
+            distances = [row["train/p3o/log_ratio_abs_mean"] for row in whole[0][::2]]
+            assert [distance > 1e-5 for distance in distances] == [age > 0 for age in ages]
+
+
+def test_a_gradient_that_is_not_finite_moves_nothing():
+    ((message, untouched),) = on_all_ranks(not_finite, 1)
+    assert "the norm of the gradients is nan" in message and untouched
+
+
+def test_a_lagging_policy_that_is_not_in_the_checkpoint(tmp_path):
+    (message,) = on_all_ranks(without_snapshot, 1, str(tmp_path))
+    assert "cannot resume exactly" in message and "--update-weights-interval 3" in message
 
 
 def test_a_checkpoint_of_another_run(tmp_path):

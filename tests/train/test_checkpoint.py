@@ -1,5 +1,6 @@
 """Checkpoints: complete or not there, whatever happens while they are written. Megatron's are in tests/megatron."""
 
+import json
 import os
 import random
 import shutil
@@ -157,6 +158,35 @@ def test_another_model(tmp_path):
     other.model = torch.nn.Linear(3, 1)
     with pytest.raises(ValueError, match=r"holds another model: 0.weight is \(\(1, 2\), .* there and \(\(1, 3\)"):
         other.load(tmp_path)
+
+
+def test_another_optimizer(tmp_path):
+    """Refused before the model, which would fit, is touched."""
+    Run().save(tmp_path, 1)
+    other = Run()
+    other.optimizer.optimizer.add_param_group({"params": [torch.zeros(3)]})
+    before = other.state()
+    with pytest.raises(ValueError, match=r"holds another optimizer: 0\.2 is None there"):
+        other.load(tmp_path)
+    assert other.state() == before
+
+
+@pytest.mark.parametrize("position", range(0, 380, 7))
+def test_a_flipped_bit_of_the_manifest(position, tmp_path):
+    """Most of them leave valid JSON: another number, name or checksum."""
+    Run().save(tmp_path, 1)
+    path = tmp_path / "iter_0000001" / files.MANIFEST
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    whole = json.loads(path.read_text())
+    try:
+        harmless = json.loads(content) == whole  # white space
+    except ValueError:
+        harmless = False
+    path.write_bytes(content)
+    if not harmless:
+        with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
+            Run().load(tmp_path)
 
 
 @pytest.mark.parametrize("left", ["nothing", "an empty iteration", "a bad tracker", "a bad manifest"])
