@@ -87,7 +87,6 @@ class Trainer:
                 sample_id=f"rollout {self.next_rollout}, response {index}",
                 reward=self.task.reward(prompt, response.token_ids),
                 group_id=index // config.n_samples_per_prompt,
-                weight_version=self._snapshot_rollout if self._snapshot else self.next_rollout,
             )
             samples.append(sample)
         return samples

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from p3o_train.recording import Recording
+
 CP_ORDERS = ("zigzag", "contiguous")
 
 
@@ -71,8 +73,8 @@ class Sample:
     """Score of the response; checked where advantages are made of it."""
     group_id: int = 0
     """Samples of one prompt share it: their rewards are compared with each other."""
-    weight_version: int = 0
-    """Version of the weights that sampled the response; the oldest one, if several did."""
+    recording: Recording | None = None
+    """How the response was sampled. None for samples that no engine made; a trainer's contract may need one."""
     is_dummy: bool = False
     """Filler that keeps ranks in step: it has no valid token and belongs to no group."""
 
@@ -104,6 +106,19 @@ class Sample:
         """[R] bool: ``loss_mask`` and ``pairing_mask``, the tokens that count."""
         return self.loss_mask if self.pairing_mask is None else self.loss_mask & self.pairing_mask
 
+    @property
+    def response_ids(self) -> Tensor:
+        """[R] int64: counted from the front, since [-0:] would be the whole sequence."""
+        return self.token_ids[self.token_ids.numel() - self.response_length :]
+
+    @property
+    def weight_versions(self) -> Tensor:
+        """[R] int64: version of the weights that sampled each response token; 0 where nothing is recorded."""
+        versions = torch.zeros(self.response_length, dtype=torch.int64)
+        for version, start, end in self.recording.version_spans if self.recording else ():
+            versions[start:end] = version
+        return versions
+
     @classmethod
     def from_lists(
         cls,
@@ -116,7 +131,7 @@ class Sample:
         sample_id: str = "",
         reward: float = 0.0,
         group_id: int = 0,
-        weight_version: int = 0,
+        recording: Recording | None = None,
     ) -> Sample:
         """A sample from lists, with masks of 0 and 1 or bools. No ``loss_mask``: every response token counts.
 
@@ -143,7 +158,7 @@ class Sample:
             pairing_mask=None if pairing_mask is None else torch.as_tensor(pairing_mask, dtype=torch.bool),
             reward=reward,
             group_id=group_id,
-            weight_version=weight_version,
+            recording=recording,
         )
 
 
