@@ -16,11 +16,13 @@ from p3o_kernels import (
     ESSContext,
     P3OMetrics,
     linear_log_probs,
+    p3o_loss,
     p3o_loss_from_hidden,
     p3o_loss_from_logits,
     token_log_probs,
 )
 from p3o_train.grpo import grpo_loss
+from p3o_train.kept import kept_log_probs
 from p3o_train.parallel import ParallelGroups
 from p3o_train.types import PackedBatch
 
@@ -89,7 +91,15 @@ def micro_batch_log_probs(
     Args:
         rows: [T, V / tp] logits before the temperature; with ``weight``, [T, H] hidden states.
         weight: [V / tp, H] of the output layer.
+
+    Where the batch records kept tokens, both are over these (``p3o_train.kept``).
+
+    Raises:
+        ValueError: kept tokens together with ``weight``.
     """
+    if batch.kept_token_ids is not None:
+        made = _kept_log_probs(rows, batch, objective, groups, weight)
+        return made if return_entropy else made[0]
     options: dict[str, Any] = {
         "mask": batch.mask,
         "temperature": objective.temperature,
@@ -142,14 +152,48 @@ def micro_batch_loss(
         "ref_kl_coef": objective.ref_kl_coef,
         "entropy_coef": objective.entropy_coef,
         "validate": False,  # the step decides once, on every rank
-        "temperature": objective.temperature,
-        "process_group": groups.tensor,
     }
+    if batch.kept_token_ids is not None:
+        return _p3o_over_kept(rows, batch, objective, groups, weight, options)
+    options |= {"temperature": objective.temperature, "process_group": groups.tensor}
     targets = (batch.labels, batch.behavior_log_probs, batch.advantages, batch.mask)
     if weight is None:
         made = p3o_loss_from_logits(rows, *targets, **options)
     else:
         made = p3o_loss_from_hidden(rows, weight, *targets, valid_tokens=batch.num_tokens, **options)
+    return LossSum(made.loss, made.metrics)
+
+
+def _kept_log_probs(
+    rows: Tensor, batch: PackedBatch, objective: Objective, groups: ParallelGroups, weight: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    if weight is not None or batch.kept_token_ids is None:
+        raise ValueError(
+            "from_hidden=True (--loss-from-hidden) normalises over the whole vocabulary, but these samples record the "
+            "tokens that they were sampled among; set it to False, or sample without top-p, top-k and min-p"
+        )
+    return kept_log_probs(
+        rows,
+        batch.labels,
+        batch.kept_token_ids,
+        batch.mask,
+        temperature=objective.temperature,
+        process_group=groups.tensor,
+    )
+
+
+def _p3o_over_kept(
+    rows: Tensor,
+    batch: PackedBatch,
+    objective: Objective,
+    groups: ParallelGroups,
+    weight: Tensor | None,
+    options: dict[str, Any],
+) -> LossSum:
+    log_probs, entropy = _kept_log_probs(rows, batch, objective, groups, weight)
+    options["process_group"] = options.pop("ess_process_group")
+    options["entropy"] = entropy if objective.entropy_coef else entropy.detach()
+    made = p3o_loss(log_probs, batch.behavior_log_probs, batch.advantages, batch.mask, **options)
     return LossSum(made.loss, made.metrics)
 
 

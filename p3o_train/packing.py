@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from p3o_train.kept_rows import kept_rows
 from p3o_train.layout import local_offsets, offsets, owned_positions
 from p3o_train.types import ContextLayout, PackedBatch, Sample, check_equal_lengths
 
@@ -31,7 +32,7 @@ def pack(
 
     Raises:
         ValueError: no samples; as many advantages as samples are needed; an advantage that is not finite at a sample
-            with valid tokens.
+            with valid tokens; kept tokens recorded for some samples only.
     """
     layout = ContextLayout() if layout is None else layout
     if not samples:
@@ -41,7 +42,10 @@ def pack(
     padded = [layout.padded_length(length) for length in total_lengths]
     owned = owned_positions(padded, layout)
     columns = [_columns(sample, length, pad_token_id) for sample, length in zip(samples, padded, strict=True)]
-    tokens, labels, position_ids, mask, log_probs = (torch.cat(parts)[owned] for parts in zip(*columns, strict=True))
+    tokens, labels, position_ids, mask, log_probs, versions = (
+        torch.cat(parts)[owned] for parts in zip(*columns, strict=True)
+    )
+    kept = kept_rows(samples, padded)
     return PackedBatch(
         tokens=tokens,
         labels=labels,
@@ -58,6 +62,8 @@ def pack(
         response_lengths=tuple(sample.response_length for sample in samples),
         sample_ids=tuple(sample.sample_id for sample in samples),
         layout=layout,
+        weight_versions=versions,
+        kept_token_ids=None if kept is None else kept[owned],
         is_dummy=all(sample.is_dummy for sample in samples),
     )
 
@@ -72,8 +78,8 @@ def _advantage_vector(samples: Sequence[Sample], advantages: Tensor | Sequence[f
     return values
 
 
-def _columns(sample: Sample, padded_length: int, pad_token_id: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Tokens, labels, position ids, mask and behavior log-probs of one whole padded sequence."""
+def _columns(sample: Sample, padded_length: int, pad_token_id: int) -> tuple[Tensor, ...]:
+    """Tokens, labels, position ids, mask, behavior log-probs and weight versions of one whole padded sequence."""
     length = sample.token_ids.numel()
     tokens = torch.full((padded_length,), pad_token_id)
     tokens[:length] = sample.token_ids
@@ -86,7 +92,9 @@ def _columns(sample: Sample, padded_length: int, pad_token_id: int) -> tuple[Ten
     mask[rows] = valid
     log_probs = torch.zeros(padded_length)
     log_probs[rows] = torch.where(valid, sample.behavior_log_probs, 0.0)
-    return tokens, labels, position_ids, mask, log_probs
+    versions = torch.zeros(padded_length, dtype=torch.int64)
+    versions[rows] = torch.where(valid, sample.weight_versions, 0)
+    return tokens, labels, position_ids, mask, log_probs, versions
 
 
 def dummy_batch(layout: ContextLayout | None = None, pad_token_id: int = 0) -> PackedBatch:

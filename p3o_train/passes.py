@@ -26,7 +26,7 @@ from p3o_train.objective import Objective, micro_batch_log_probs, micro_batch_lo
 from p3o_train.parallel import ParallelGroups, check_equal_counts, together
 from p3o_train.replay import MicroBatches, ReplayCheck, replayed
 from p3o_train.schedule import LossFunction, run_schedule
-from p3o_train.step import CheckedFinalizer, StepStatistics, overlaps
+from p3o_train.step import CheckedFinalizer, StepStatistics, VersionStatistics, overlaps
 from p3o_train.types import PackedBatch
 
 
@@ -50,6 +50,8 @@ class StepResult(NamedTuple):
     """Sums over this rank's micro-batches; None on pipeline stages before the last one."""
     prepass_seconds: float
     """What e took, up to its arrival on the host; 0 where there is none to be known before."""
+    version_ess: dict[int, float]
+    """Weight version -> e of the tokens that it sampled; empty unless asked for, and without step scope."""
 
 
 def policy_log_probs(
@@ -88,6 +90,7 @@ def step_gradients(
     log_probs: PolicyLogProbs | None = None,
     ref_log_probs: Sequence[Tensor] | None = None,
     weight_version: int = 0,
+    sampled_by: Sequence[int] = (),
 ) -> StepResult:
     """Gradients of one optimizer step in the parameters of ``model``.
 
@@ -100,6 +103,7 @@ def step_gradients(
         log_probs: of the same micro-batches, needed for ``context_source="reuse"``.
         ref_log_probs: [T] of the reference policy for each micro-batch, needed for ``ref_kl_coef`` on the last stage.
         weight_version: of the current weights; ``log_probs`` of other ones are refused.
+        sampled_by: weight versions in all micro-batches of all ranks that step scope reports e of, one by one.
 
     Every rank raises the same error, and nothing has moved then but gradients: weights, optimizer and random streams
     are as before, and the groups stay usable. Two kinds of failure leave other ranks waiting until the timeout of their
@@ -129,13 +133,14 @@ def step_gradients(
     iterator, check = MicroBatches(batches), ReplayCheck(() if reused is None else reused.seen)
     context: ESSContext | None = None
     prepass_seconds = 0.0
+    versions = VersionStatistics(sampled_by if objective.needs_context else ())
     with _undone_on_error(iterator):
         if objective.needs_context:
             begin = time.perf_counter()
-            context = _frozen_context(model, iterator, objective, groups, check, reused)
+            context = _frozen_context(model, iterator, objective, groups, check, reused, versions)
             prepass_seconds = time.perf_counter() - begin
         metrics = _training_pass(model, config, iterator, objective, groups, check, context, references)
-    return StepResult(context, metrics, prepass_seconds)
+    return StepResult(context, metrics, prepass_seconds, versions.ess(groups, device))
 
 
 def _device(model: Sequence[Any]) -> torch.device:
@@ -195,13 +200,17 @@ def _frozen_context(
     groups: ParallelGroups,
     check: ReplayCheck,
     reused: PolicyLogProbs | None,
+    versions: VersionStatistics,
 ) -> ESSContext:
     statistics = StepStatistics()
     device = _device(model)
 
+    def add(log_probs: Tensor, batch: PackedBatch) -> None:
+        statistics.add(ratio_stats(log_probs, batch.behavior_log_probs, batch.mask))
+        versions.add(log_probs, batch)
+
     def collect(rows: Tensor, batch: PackedBatch, weight: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-        made = micro_batch_log_probs(rows, batch, objective, groups, weight)
-        statistics.add(ratio_stats(made, batch.behavior_log_probs, batch.mask))
+        add(micro_batch_log_probs(rows, batch, objective, groups, weight), batch)
         return rows.new_zeros(()), {}
 
     with together(groups, device):
@@ -209,7 +218,7 @@ def _frozen_context(
             _forward_pass(model, iterator, objective, groups, collect, check)
         elif groups.is_last_stage:
             for values, batch in zip(reused.values, iterator.batches, strict=True):
-                statistics.add(ratio_stats(values, batch.behavior_log_probs, batch.mask))
+                add(values, batch)
     return statistics.freeze(groups, device)
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from p3o_kernels import ESSContext, RatioStats
+from p3o_kernels import ESSContext, RatioStats, ratio_stats
 from p3o_train.parallel import ParallelGroups, agree, reduce_counts, reduce_statistics, together
+from p3o_train.types import PackedBatch
 
 NO_TOKENS = (
     "no valid response tokens globally: every loss mask of this optimizer step is empty, on every rank; the optimizer "
@@ -42,6 +43,35 @@ class StepStatistics:
         if context.num_tokens == 0:
             raise RuntimeError(NO_TOKENS)
         return context
+
+
+class VersionStatistics:
+    """e of the tokens of each weight version for itself: how far the policy has moved from each of them."""
+
+    def __init__(self, versions: Sequence[int]) -> None:
+        """``versions``: those of the whole step, the same on every rank."""
+        self._sums: dict[int, RatioStats | None] = dict.fromkeys(versions)
+
+    def add(self, log_probs: Tensor, batch: PackedBatch) -> None:
+        """The tokens of one micro-batch, with [T] log-probs of the current policy."""
+        for version, before in self._sums.items():
+            mask = batch.mask & (batch.weight_versions == version)
+            stats = ratio_stats(log_probs, batch.behavior_log_probs, mask)
+            self._sums[version] = stats if before is None else before + stats
+
+    def ess(self, groups: ParallelGroups, device: Any) -> dict[int, float]:
+        """Version -> e, the same on every rank; versions without a valid token are left out. One host read.
+
+        Collectives: one over DP x CP on the last pipeline stage, one broadcast over the stages; none without versions.
+        """
+        if not self._sums:
+            return {}
+        sums = [RatioStats.zeros(device) if stats is None else stats for stats in self._sums.values()]
+        rows = reduce_counts(torch.cat([stats.as_vector() for stats in sums]), groups).view(len(sums), -1)
+        found = rows[:, 2].tolist()
+        contexts = [RatioStats.from_vector(row).to_context(validate=False) for row in rows]
+        values = torch.stack([context.ess for context in contexts]).tolist()
+        return {version: e for version, e, tokens in zip(self._sums, values, found, strict=True) if tokens}
 
 
 class CheckedFinalizer:

@@ -215,6 +215,10 @@ class PackedBatch:
     """Names of the samples, in order."""
     layout: ContextLayout
     """How the sequences are padded and which part this rank holds."""
+    weight_versions: Tensor
+    """[T] int64: of the weights that sampled the next token; 0 where mask is False."""
+    kept_token_ids: Tensor | None = None
+    """[T, K] int64: which tokens the next one was sampled among, filled up with -1. None: the whole vocabulary."""
     is_dummy: bool = False
     """No sample inside: the batch keeps schedules and collectives in step and must add exact zeros."""
 
@@ -223,6 +227,7 @@ class PackedBatch:
         sequences = check_equal_lengths({name: getattr(self, name) for name in metadata})
         tokens = sum(map(self.layout.padded_length, self.total_lengths)) // self.layout.cp_size
         expected = dict.fromkeys(("tokens", "labels", "position_ids", "mask", "behavior_log_probs"), tokens)
+        expected |= {"weight_versions": tokens}
         expected |= {"advantages": sequences}
         expected |= dict.fromkeys(("local_cu_seqlens", "cu_seqlens", "cu_seqlens_unpadded"), sequences + 1)
         wrong = [
@@ -232,6 +237,11 @@ class PackedBatch:
         ]
         if wrong:
             raise ValueError(f"packed batch of samples {self.sample_ids}: {', '.join(wrong)}")
+        if self.kept_token_ids is not None and self.kept_token_ids.shape[:-1] != (tokens,):
+            shape = tuple(self.kept_token_ids.shape)
+            raise ValueError(
+                f"packed batch of samples {self.sample_ids}: kept_token_ids {shape} instead of ({tokens}, K)"
+            )
         if not 0 <= self.num_tokens <= (0 if self.is_dummy else tokens):
             raise ValueError(f"num_tokens must be a count of {tokens} tokens, 0 in a dummy; got {self.num_tokens}")
 

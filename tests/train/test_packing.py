@@ -11,6 +11,7 @@ from samples import CUTS, PROPERTY, layouts, log_probs_of, make_sample, sample_l
 
 from p3o_train.layout import local_valid_mask, offsets, owned_positions, owned_responses
 from p3o_train.packing import dummy_batch, pack, pack_responses, pack_step, unpack_responses
+from p3o_train.recording import Recording, Sampling, VersionSpan
 from p3o_train.types import ContextLayout
 
 # total, response, padded (None: as short as possible), cp_size -> owned response tokens of every rank
@@ -91,7 +92,12 @@ def test_one_batch_in_full():
     assert (batch.max_seqlen, batch.num_tokens, batch.is_dummy) == (8, 4, False)
     assert (batch.total_lengths, batch.response_lengths, batch.sample_ids) == ((5, 3), (3, 2), ("s10", "s20"))
     dtypes = {name: value.dtype for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
-    assert {name for name, dtype in dtypes.items() if dtype == torch.int64} == {"tokens", "labels", "position_ids"}
+    assert {name for name, dtype in dtypes.items() if dtype == torch.int64} == {
+        "tokens",
+        "labels",
+        "position_ids",
+        "weight_versions",
+    }
     assert {name for name, dtype in dtypes.items() if dtype == torch.int32} == {
         name for name in dtypes if "seqlens" in name
     }
@@ -249,3 +255,35 @@ def test_values_that_do_not_fit_are_refused():
 def test_more_tokens_than_int32_are_refused():
     with pytest.raises(ValueError, match="2147483648 packed tokens exceed 2147483647"):
         offsets([2**30, 2**30])
+
+
+def recorded(spans, kept=None):
+    return Recording("local", "1", Sampling(8), "scaled", spans, "stop", kept_token_ids=kept)
+
+
+def test_weight_versions_lie_where_their_tokens_are_predicted():
+    spans = (VersionSpan(3, 0, 2), VersionSpan(5, 2, 3))
+    samples = [make_sample(2, 3, valid=[1, 0, 1], recording=recorded(spans)), make_sample(1, 2)]
+    assert pack(samples, [0.0, 0.0]).weight_versions.tolist() == [0, 3, 0, 5, 0, 0, 0, 0]
+
+
+def test_kept_tokens_lie_where_their_tokens_are_predicted():
+    kept = ((102, 7), (103,), (104, 8, 9))
+    sample = make_sample(2, 3, recording=recorded((VersionSpan(0, 0, 3),), kept))
+    empty = make_sample(2, 2, valid=[0, 0])
+    rows = pack([empty, sample], [0.0, 0.0]).kept_token_ids
+    nothing = [-1, -1, -1]
+    assert rows.tolist() == [nothing] * 5 + [[102, 7, -1], [103, -1, -1], [104, 8, 9], nothing]
+    assert pack([empty], [0.0]).kept_token_ids is None
+    shards = [pack([sample], [0.0], layout).kept_token_ids for layout in layouts("zigzag", 2)]
+    whole = pack([sample], [0.0], ContextLayout(tp_size=8)).kept_token_ids  # padded to 8 as well
+    assert torch.equal(torch.cat([shards[0][:2], shards[1], shards[0][2:]]), whole)
+
+
+def test_kept_tokens_for_some_samples_only_are_refused():
+    sample = make_sample(2, 1, recording=recorded((VersionSpan(0, 0, 1),), ((102,),)))
+    with pytest.raises(ValueError, match=r"sample 's50': no kept_token_ids are recorded, but sample 's100'"):
+        pack([sample, make_sample(2, 1, first_token=50)], [0.0, 0.0])
+    short = make_sample(2, 3, recording=recorded((VersionSpan(0, 0, 3),), ((102,), (103,))))
+    with pytest.raises(ValueError, match="kept_token_ids has 2 sets, but response_length is 3"):
+        pack([short], [0.0])

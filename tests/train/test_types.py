@@ -148,6 +148,6 @@ def test_a_batch_moves_as_a_whole():
     batch = dummy_batch()
     moved = batch.to("meta")
     tensors = {name: value for name, value in vars(moved).items() if isinstance(value, torch.Tensor)}
-    assert len(tensors) == 9
+    assert len(tensors) == 10
     assert {value.device.type for value in tensors.values()} == {"meta"}
     assert (moved.max_seqlen, moved.sample_ids, moved.layout) == (batch.max_seqlen, batch.sample_ids, batch.layout)
