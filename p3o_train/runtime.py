@@ -10,14 +10,16 @@ import contextlib
 import datetime
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from p3o_train.device_shim import megatron_on_cpu
+from p3o_train.hf_weights import load_hf_weights
 from p3o_train.model import ModelConfig, build_model
 from p3o_train.parallel import ParallelGroups
 from p3o_train.types import ContextLayout
@@ -151,14 +153,22 @@ def _process_group(parallelism: Parallelism, ranks: int, timeout_minutes: float)
         dist.destroy_process_group()
 
 
-def build_trainee(config: ModelConfig, settings: OptimizerSettings) -> Trainee:
-    """Model, optimizer and schedule of this rank; inside ``megatron_run``."""
+def build_trainee(
+    config: ModelConfig, settings: OptimizerSettings, weights: Mapping[str, Tensor] | None = None
+) -> Trainee:
+    """Model, optimizer and schedule of this rank; inside ``megatron_run``.
+
+    Args:
+        weights: full ones by their Hugging Face names, to start from. None: drawn from the seed.
+    """
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
     if torch.cuda.is_available():
         tensor_parallel.model_parallel_cuda_manual_seed(config.seed)
     module: Any = build_model(config)
+    if weights is not None:  # before the optimizer copies them
+        load_hf_weights([module], weights)
     module.config.finalize_model_grads_func = finalize_model_grads
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=settings.use_distributed_optimizer

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from p3o_train.config import TrainConfig
+from p3o_train.assembly import build_trainer, load_start
+from p3o_train.config import SamplingSettings, TrainConfig
 from p3o_train.objective import Objective
-from p3o_train.runtime import build_trainee, megatron_run
-from p3o_train.tasks import ReverseDigits
+from p3o_train.runtime import megatron_run
 from p3o_train.trainer import Trainer
 
 SMALL = TrainConfig(
@@ -27,6 +27,7 @@ SMALL = TrainConfig(
     lr_warmup_iters=2,
     weight_decay=0.1,
     save_interval=2,
+    save_rollouts=False,  # so that a run that goes on samples again
 )
 STEP = Objective(ess_scope="step")
 Outcome = tuple[list[dict[str, float]], list[torch.Tensor]]
@@ -36,11 +37,13 @@ def without_times(row: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in row.items() if "/time/" not in name}
 
 
+def trainer_of(config: TrainConfig, objective: Objective = STEP, interval: int = 1) -> Trainer:
+    return build_trainer(config, objective, SamplingSettings(update_weights_interval=interval), load_start(config))
+
+
 def run(config: TrainConfig, objective: Objective = STEP, interval: int = 1, stop_after: int | None = None) -> Outcome:
     """Rows of the optimizer steps and the weights at the end; with ``stop_after`` the run is left after that step."""
-    task = ReverseDigits(seed=config.seed)
-    trainee = build_trainee(config.model_config(task.vocab_size), config.optimizer_settings())
-    trainer = Trainer(config, objective, task, trainee, interval)
+    trainer = trainer_of(config, objective, interval)
     if config.resume:
         assert trainer.resume()
     rows = []
@@ -48,7 +51,8 @@ def run(config: TrainConfig, objective: Objective = STEP, interval: int = 1, sto
         rows.append({"step": step, **without_times(row)})
         if step == stop_after:
             break
-    return rows, [parameter.detach().clone() for parameter in trainee.model[0].parameters()]
+    trainer.rollouts.close()
+    return rows, [parameter.detach().clone() for parameter in trainer.trainee.model[0].parameters()]
 
 
 def every_run(rank: int, runs: list[tuple[TrainConfig, Objective, int]]) -> list[Outcome]:
@@ -78,8 +82,7 @@ def stopped_and_resumed(rank: int, folder: str, config: TrainConfig, interval: i
 def not_finite(rank: int) -> tuple[str, bool]:
     """What an optimizer step says of a NaN gradient, and whether weights, moments and schedule stayed as they were."""
     with megatron_run(SMALL.parallelism):
-        task = ReverseDigits()
-        trainee = build_trainee(SMALL.model_config(task.vocab_size), SMALL.optimizer_settings())
+        trainee = trainer_of(SMALL).trainee
         parameters = list(trainee.model[0].parameters())
         for parameter in parameters:
             parameter.main_grad.fill_(1.0)
@@ -105,13 +108,11 @@ def without_snapshot(rank: int, folder: str) -> str:
     """What a run whose policy lags says of a checkpoint that lacks that policy."""
     config = dataclasses.replace(SMALL, run_dir=folder)
     with megatron_run(config.parallelism):
-        task = ReverseDigits()
-        trainee = build_trainee(config.model_config(task.vocab_size), config.optimizer_settings())
-        trainer = Trainer(config, STEP, task, trainee, 3)
+        trainer = trainer_of(config, interval=3)
         trainer._snapshot = None
         trainer.save()
         try:
-            Trainer(config, STEP, task, trainee, 3).resume()
+            trainer_of(config, interval=3).resume()
         except ValueError as error:
             return str(error)
         return "nothing was raised"
@@ -124,9 +125,8 @@ def refused(rank: int, folder: str) -> tuple[str, bool]:
         run(config)
     with megatron_run(config.parallelism):
         other = dataclasses.replace(config, lr=5e-3, seed=1)
-        task = ReverseDigits()
-        trainee = build_trainee(other.model_config(task.vocab_size), other.optimizer_settings())
-        trainer = Trainer(other, STEP, task, trainee)
+        trainer = trainer_of(other)
+        trainee = trainer.trainee
         before = [parameter.detach().clone() for parameter in trainee.model[0].parameters()]
         try:
             trainer.resume()

@@ -32,6 +32,8 @@ def test_our_own_parser():
         "rollout_temperature": 1.0,
         "rollout_top_p": 1.0,
         "rollout_top_k": -1,
+        "temperature_convention": None,
+        "record_kept_tokens": False,
         "update_weights_interval": 1,
         "recompute_loss_function": False,
     }
@@ -155,5 +157,8 @@ def test_objective():
 
 def test_objective_of_few_arguments():
     assert objective_from_arguments(Namespace(clip_low=None, rollout_temperature=0.8)) == Objective(temperature=0.8)
+    for convention, temperature in (("scaled", 0.8), ("mismatch", 1.0), ("raw", 1.0)):
+        args = Namespace(rollout_temperature=0.8, temperature_convention=convention)
+        assert objective_from_arguments(args).temperature == temperature
     with pytest.raises(ValueError, match=r"advantage_estimator .*'ppo'"):
         objective_from_arguments(Namespace(advantage_estimator="ppo"))

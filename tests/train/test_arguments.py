@@ -21,6 +21,12 @@ BROKEN = {
     "token mean": ({"calculate_per_token_loss": False}, "--calculate-per-token-loss", "per-micro-batch denominator"),
     "rollout_top_p": ({"rollout_top_p": 0.95}, "--rollout-top-p 0.95", "untruncated rollout distribution"),
     "rollout_top_k": ({"rollout_top_k": 50}, "--rollout-top-k 50", "set --rollout-top-k -1"),
+    "record_kept_tokens": (
+        {"record_kept_tokens": True, "loss_from_hidden": True},
+        "--loss-from-hidden True",
+        "normalises over all",
+    ),
+    "temperature_convention": ({"rollout_temperature": 0.6}, "--rollout-temperature 0.6", "scaled (both"),
     "rollout_temperature": ({"rollout_temperature": 0.0}, "--rollout-temperature 0.0", "greedy"),
     "update_weights_interval": ({"update_weights_interval": 0}, "--update-weights-interval 0", "whole number"),
     "clip_low": ({"clip_low": -0.1}, "--clip-low -0.1", ">= 0"),
@@ -88,8 +94,9 @@ ACCEPTED = {
     "several steps with a pre-pass": {**STEP, "num_steps_per_rollout": 4},
     "old actor with a pre-pass": {**STEP, "keep_old_actor": True},
     "proxy": {"p3o_kl_mode": "proxy"},
+    "truncation with its tokens": {"rollout_top_p": 0.9, "rollout_top_k": 50, "record_kept_tokens": True},
     "no truncation, as integers": {"rollout_top_p": 1, "rollout_top_k": -1},
-    "a temperature": {"rollout_temperature": 0.6},
+    "a temperature": {"rollout_temperature": 0.6, "temperature_convention": "mismatch"},
     "an interval": {"update_weights_interval": 3},
     "no margins": {"clip_low": 0.0, "clip_high": 0.0},
     "negative entropy weight": {"entropy_coef": -0.01},
@@ -213,7 +220,8 @@ def test_all_violations_at_once():
 
 def test_rules_of_p3o_are_not_those_of_grpo():
     everything = {name: value for changes, _, _ in BROKEN.values() for name, value in changes.items()}
-    both = {"clip_low", "clip_high", "entropy_coef", "kl_loss_coef", "rollout_temperature", "update_weights_interval"}
+    both = {"record_kept_tokens", "loss_from_hidden"}
+    both |= {"clip_low", "clip_high", "entropy_coef", "kl_loss_coef", "rollout_temperature", "update_weights_interval"}
     grpo = {name: value for name, value in everything.items() if name not in both}
     validate_p3o_arguments(Namespace(advantage_estimator="grpo", **grpo))
 
