@@ -68,7 +68,12 @@ def _task(config: TrainConfig, tokenizer: Any) -> Task:
 
 
 def build_trainer(config: TrainConfig, objective: Objective, sampling: SamplingSettings, start: Start) -> Trainer:
-    """The trainer of this rank; inside ``megatron_run``."""
+    """The trainer of this rank; inside ``megatron_run``.
+
+    Raises:
+        ValueError: settings under which every token of some rollout would be too old; what engine and model refuse.
+    """
+    _check_staleness(config, sampling.update_weights_interval)
     trainee = build_trainee(start.model, config.optimizer_settings(), start.weights)
     contract = Contract(sampling.convention, sampling.temperature, start.model.vocab_size)
     asked = Sampling(
@@ -92,6 +97,16 @@ def build_trainer(config: TrainConfig, objective: Objective, sampling: SamplingS
     share = _engine(config, start, trainee, contract)
     rollouts = Rollouts(start.task, share, settings)
     return Trainer(config, objective, start.task, trainee, rollouts, sampling.update_weights_interval)
+
+
+def _check_staleness(config: TrainConfig, interval: int) -> None:
+    oldest = interval - 1 + config.rollouts_ahead
+    if 0 <= config.max_staleness < oldest:
+        raise ValueError(
+            f"--max-staleness {config.max_staleness} with --update-weights-interval {interval} and --rollouts-ahead "
+            f"{config.rollouts_ahead}: some rollouts are sampled by weights that are {oldest} rollouts old, so all of "
+            f"their tokens would be masked; set --max-staleness {oldest} or -1"
+        )
 
 
 def _engine(config: TrainConfig, start: Start, trainee: Trainee, contract: Contract) -> EngineShare:

@@ -119,11 +119,6 @@ class TrainConfig:
                 f"--rollouts-ahead {self.rollouts_ahead} with --no-save-rollouts: a run that goes on reads what was "
                 "sampled ahead from files; leave --no-save-rollouts out"
             )
-        if 0 <= self.max_staleness < self.rollouts_ahead:
-            raise ValueError(
-                f"--max-staleness {self.max_staleness} with --rollouts-ahead {self.rollouts_ahead}: every token would "
-                f"be masked in the end; set --max-staleness to {self.rollouts_ahead} or more, or -1"
-            )
         for name, needed, why in (
             ("prompt_data", self.task == "prompts", "--task prompts reads them from a file"),
             (

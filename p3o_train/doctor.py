@@ -38,22 +38,27 @@ class Piece(NamedTuple):
     """Whether ``p3o train`` stops without it."""
 
 
-_TRAIN, _ROLLOUT = (f"pip install 'p3o-kernels[{extra}]'" for extra in ("train", "rollout"))
+_TRAIN, _ROLLOUT, _MATH = (f"pip install 'p3o-kernels[{extra}]'" for extra in ("train", "rollout", "math"))
 # its build compiles against the torch that is here
 _TE = "pip install --no-build-isolation 'p3o-kernels[te]'"
 
 PIECES = (
     Piece("megatron-core", "models, schedules and the optimizer of p3o train", _TRAIN, required=True),
     Piece("numpy", "megatron-core, and Triton's interpreter", "pip install 'numpy>=1.26,<3'", required=True),
+    Piece("transformers", "the embedded engine, tokenizers and checkpoints", _TRAIN, required=True),
     Piece("tqdm", "the progress of p3o train", _TRAIN, required=True),
     Piece("matplotlib", "the curves that p3o train draws", _TRAIN, required=True),
     Piece("triton", "the kernels on a GPU; without it they run in eager PyTorch", "pip install 'triton>=3.4'"),
     Piece("transformer-engine", "fused layers, where CUDA is", _TE),
     Piece("sglang", "rollouts by an inference server, in an environment of its own", _ROLLOUT),
+    Piece("httpx", "--rollout-engine sglang", _TRAIN),
+    Piece("tenacity", "--rollout-engine sglang", _TRAIN),
+    Piece("pebble", "rewards in worker processes: --rm-type math, or your own", _TRAIN),
+    Piece("math-verify", "--rm-type math", _MATH),
     Piece("tensorboard", "event files beside the JSON lines", "pip install tensorboard"),
     Piece("wandb", "--wandb-project", "pip install wandb"),
 )
-_SHOWN = ("torch", "triton", "numpy", "megatron-core", "transformer-engine", "sglang")
+_SHOWN = ("torch", "triton", "numpy", "megatron-core", "transformer-engine", "transformers", "sglang")
 _SINKS = ("tensorboard", "wandb", "matplotlib")
 
 Rows = list[tuple[str, ...]]

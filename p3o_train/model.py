@@ -1,4 +1,6 @@
-"""A decoder of Megatron-Core (RMSNorm, rotary embedding, grouped queries, SwiGLU, no bias) from a small configuration.
+"""A decoder of Megatron-Core (RMSNorm, rotary embedding, grouped queries, SwiGLU) from a small configuration.
+
+It covers the dense models that Hugging Face calls Llama, Qwen2 (``qkv_bias``) and Qwen3 (``qk_norm``).
 
 The sizes of the parallel groups come from Megatron-Core's ``parallel_state``, which the caller initialises. A stage
 gets its layers and each rank its shards; packed batches go in (``packed_seq_params``), logits [1, T, vocab / TP] come
@@ -37,14 +39,20 @@ class ModelConfig:
     hidden_size: int
     """Width of the residual stream."""
     num_heads: int
-    """Query heads, each of hidden_size / num_heads."""
+    """Query heads."""
     num_kv_heads: int
     """Key and value heads, a divisor of num_heads."""
     ffn_size: int
     """Width of the gated feed-forward layer."""
     vocab_size: int
     """Rows of the embedding."""
-    rope_base: int = 10_000
+    head_dim: int | None = None
+    """Width of a head; None: hidden_size / num_heads."""
+    qkv_bias: bool = False
+    """Queries, keys and values have a bias; no other layer ever has."""
+    qk_norm: bool = False
+    """RMSNorm over each head of queries and keys, before the rotary embedding."""
+    rope_base: float = 10_000
     """Base period of the rotary embedding."""
     norm_epsilon: float = 1e-6
     """Added to the mean square in RMSNorm."""
@@ -58,12 +66,19 @@ class ModelConfig:
     """Standard deviation of the weights; layers that write to the residual stream divide it by sqrt(2 num_layers)."""
 
     def __post_init__(self) -> None:
-        for whole, part in (("hidden_size", "num_heads"), ("num_heads", "num_kv_heads")):
-            _check_divides(self, whole, part, getattr(self, part))
-        if self.hidden_size // self.num_heads % 2:
-            raise ValueError(f"the rotary embedding turns pairs: hidden_size / num_heads must be even, got {self}")
+        if self.head_dim is None:
+            _check_divides(self, "hidden_size", "num_heads", self.num_heads)
+        _check_divides(self, "num_heads", "num_kv_heads", self.num_kv_heads)
+        if self.head_size < 2 or self.head_size % 2:
+            name = "hidden_size / num_heads" if self.head_dim is None else "head_dim"
+            raise ValueError(f"the rotary embedding turns pairs: {name} must be even, got {self}")
         if not self.dtype.is_floating_point:
             raise ValueError(f"dtype must be a floating-point type, got {self.dtype}")
+
+    @property
+    def head_size(self) -> int:
+        """Width of a head of queries, keys or values."""
+        return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
 
 def _check_divides(config: ModelConfig, whole: str, part: str, size: int) -> None:
@@ -93,7 +108,7 @@ def build_model(config: ModelConfig) -> torch.nn.Module:
     _check_divides(config, "num_layers", "the pipeline-parallel size", stages)
     model: torch.nn.Module = GPTModel(
         config=transformer_config(config),
-        transformer_layer_spec=_layer_spec(),
+        transformer_layer_spec=_layer_spec(config.qk_norm),
         vocab_size=config.vocab_size,
         max_sequence_length=0,  # of learned positions, which a rotary embedding replaces
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -118,12 +133,15 @@ def transformer_config(config: ModelConfig) -> Any:
         hidden_size=config.hidden_size,
         num_attention_heads=config.num_heads,
         num_query_groups=config.num_kv_heads,
+        kv_channels=config.head_size,
         ffn_hidden_size=config.ffn_size,
         normalization="RMSNorm",
         layernorm_epsilon=config.norm_epsilon,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
+        add_qkv_bias=config.qkv_bias,
+        qk_layernorm=config.qk_norm,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         # named outright: left out, it could come from whatever else configures the run
@@ -152,13 +170,13 @@ def _untouched(weight: Tensor) -> Tensor:
     return weight
 
 
-def _layer_spec() -> Any:
+def _layer_spec(qk_norm: bool) -> Any:
     """Transformer-engine's layers where they can run, otherwise Megatron-Core's own around ``PackedAttention``."""
     from megatron.core.models.gpt import gpt_layer_specs
 
     if has_transformer_engine():
-        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
-    spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm")
+        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
+    spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=qk_norm)
     spec.submodules.self_attention.submodules.core_attention = PackedAttention
     return spec
 
@@ -198,9 +216,9 @@ def draw_weights(model: Any, config: ModelConfig) -> None:
 
 
 def drawn(full_name: str, shape: Sequence[int], config: ModelConfig) -> Tensor:
-    """The initial value of a full parameter, float32: 1 for gains, normal for matrices."""
+    """The initial value of a full parameter, float32: 1 for gains, 0 for biases, normal for matrices."""
     if len(shape) == 1:
-        return torch.ones(*shape)
+        return torch.zeros(*shape) if full_name.endswith(".bias") else torch.ones(*shape)
     generator = named_generator(config.seed, full_name)
     scale = math.sqrt(2 * config.num_layers) if full_name.endswith(_RESIDUAL_WEIGHTS) else 1.0
     return torch.randn(*shape, generator=generator) * (config.init_std / scale)

@@ -9,9 +9,18 @@ import pytest
 import torch
 
 from p3o_train.model import ModelConfig, join_shards, take_shard
+from p3o_train.runtime import OptimizerSettings, Parallelism, build_trainee, megatron_run
 from tests.distributed.ranks import on_all_ranks
 from tests.megatron import dense
-from tests.megatron.topologies import CONFIG, MICRO_BATCHES, NEEDS_MEGATRON, Topology, every_topology, refusals
+from tests.megatron.topologies import (
+    CONFIG,
+    MICRO_BATCHES,
+    NEEDS_MEGATRON,
+    Topology,
+    every_topology,
+    forward_backward,
+    refusals,
+)
 from tests.megatron.whole import Whole, whole
 
 pytestmark = pytest.mark.host_only
@@ -101,12 +110,35 @@ def test_impossible_sizes_are_refused():
         ]
 
 
+def head_norm_gradients(rank: int) -> dict[int, dict[str, torch.Tensor]]:
+    """{tensor-parallel size: gradients of the gains that every rank holds for its own heads}, after the schedule."""
+    config = dataclasses.replace(CONFIG, qk_norm=True)
+    found = {}
+    for size in (1, 2):
+        with megatron_run(Parallelism(tensor=size)):
+            trainee = build_trainee(config, OptimizerSettings(lr=0.1, total_steps=1))
+            forward_backward(trainee.model[0], trainee.layout)
+            gains = [(name, value) for name, value in trainee.model[0].named_parameters() if "_layernorm" in name]
+            found[size] = {name: value.main_grad.clone() for name, value in gains if "q_" in name or "k_" in name}
+    return found
+
+
+@NEEDS_MEGATRON
+def test_gradients_of_head_norms_add_up_over_tensor_parallel_ranks():
+    for found in on_all_ranks(head_norm_gradients, 2):
+        assert len(found[1]) == 2 * CONFIG.num_layers
+        # the sums of the heads join in another order, as above
+        assert max(error(found[2][name], gradient) for name, gradient in found[1].items()) <= 1e-6
+
+
 @pytest.mark.parametrize(
     "wrong, message",
     [
         ({"num_heads": 5}, "hidden_size must be a positive multiple of num_heads, got 32 and 5"),
         ({"num_kv_heads": 3}, "num_heads must be a positive multiple of num_kv_heads, got 4 and 3"),
-        ({"num_heads": 32}, "must be even"),
+        ({"num_heads": 32}, "hidden_size / num_heads must be even"),
+        ({"head_dim": 7}, "head_dim must be even"),
+        ({"head_dim": 0}, "head_dim must be even"),
         ({"dtype": torch.int64}, "floating-point"),
     ],
 )

@@ -24,6 +24,16 @@ OBJECTIVES = {
 }
 
 
+# (interval, rollouts ahead) -> age of each of six rollouts
+AGES = {
+    (1, 0): [0, 0, 0, 0, 0, 0],
+    (3, 0): [0, 1, 2, 0, 1, 2],
+    (1, 1): [0, 1, 1, 1, 1, 1],
+    # rollout 3 is begun when rollout 1 is trained on, before the weights of rollout 2 are there
+    (2, 2): [0, 1, 2, 3, 2, 3],
+}
+
+
 @pytest.fixture(scope="module")
 def runs():
     """{name: outcome} of one process, each objective for two rollouts of two steps."""
@@ -96,6 +106,8 @@ def test_data_parallel_ranks_train_another_model(runs):
         (1, {"bf16": True}, 3),
         (2, {"tensor_model_parallel_size": 2}, 1),
         (2, {"context_parallel_size": 2}, 3),
+        (1, {"rollouts_ahead": 1, "save_rollouts": True}, 1),
+        (1, {"rollouts_ahead": 2, "save_rollouts": True, "max_staleness": 3}, 2),
     ],
     ids=str,
 )
@@ -108,7 +120,11 @@ def test_a_resumed_run_ends_elsewhere(ranks, changes, interval, tmp_path):
         assert len(whole[0]) == 12
         assert all(torch.equal(one, two) for one, two in zip(resumed[1], whole[1], strict=True))
         ages = [row["train/p3o/rollout_policy_age_rollouts"] for row in whole[0][::2]]
-        assert ages == ([0, 1, 2, 0, 1, 2] if interval == 3 else [0] * 6)
+        assert ages == AGES[interval, config.rollouts_ahead]
+        for row, age in zip(whole[0][::2], ages, strict=True):
+            assert row["train/p3o/policy_age_mean"] == row["train/p3o/policy_age_max"] == age
+            # the latter is a mean over tokens of one number
+            assert row[f"train/p3o/ess_age_{age}"] == pytest.approx(row["train/p3o/normalized_ess"], rel=1e-12)
         if not config.bf16:  # which rounds log-probs by more than a step moves them
             distances = [row["train/p3o/log_ratio_abs_mean"] for row in whole[0][::2]]
             assert [distance > 1e-5 for distance in distances] == [age > 0 for age in ages]

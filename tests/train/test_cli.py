@@ -1,12 +1,14 @@
 """The command line before anything runs: flags, presets, refusals. What runs is in tests/megatron."""
 
+import dataclasses
+import json
 import subprocess
 import sys
 
 import pytest
 
 from p3o_train import cli
-from p3o_train.config import PRESETS
+from p3o_train.config import PRESETS, TrainConfig
 
 
 def test_flags_win_over_the_preset_and_the_preset_over_defaults():
@@ -22,7 +24,9 @@ def test_flags_win_over_the_preset_and_the_preset_over_defaults():
         (["--lr", "-1"], "--lr must be at least --min-lr"),
         (["--tensor-model-parallel-size", "2"], "must divide the number of processes"),
         (["--rollout-top-p", "0.9"], "untruncated rollout distribution"),
-        (["--advantage-estimator", "grpo", "--rollout-top-k", "5"], "--rollout-top-k 5: the embedded engine samples"),
+        (["--rollout-temperature", "0.6"], "set --temperature-convention scaled"),
+        (["--rollouts-ahead", "1", "--no-save-rollouts"], "--rollouts-ahead 1 with --no-save-rollouts"),
+        (["--rollout-engine", "sglang"], "--sglang-urls is not set"),
         (["--recompute-loss-function"], "set --loss-from-hidden instead"),
         (["--p3o-ess-scope", "micro-batch", "--recompute-loss-function"], "--recompute-loss-function"),
     ],
@@ -31,6 +35,16 @@ def test_refusals_name_the_flag_and_leave_no_run_directory(flags, message, tmp_p
     run_dir = tmp_path / "run"
     assert cli.main(["train", "--preset", "tiny", "--run-dir", str(run_dir), *flags]) == 2
     assert message in capsys.readouterr().err
+    assert not run_dir.exists()
+
+
+def test_a_dry_run_prints_every_resolved_flag_and_trains_nothing(tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    assert cli.main(["train", "--preset", "tiny", "--run-dir", str(run_dir), "--lr", "0.25", "--dry-run"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["lr"] == 0.25 and printed["rollout_batch_size"] == PRESETS["tiny"]["rollout_batch_size"]
+    assert {field.name for field in dataclasses.fields(TrainConfig)} <= set(printed)
+    assert cli.main(["train", "--dry-run", "--lr", "-1"]) == 2
     assert not run_dir.exists()
 
 
@@ -49,7 +63,8 @@ def test_an_unknown_command_shows_the_known_ones(capsys):
 
 @pytest.mark.parametrize("module", ["p3o_train", "p3o_train.cli"])
 def test_importing_loads_no_heavy_package(module):
-    heavy = "megatron", "transformer_engine", "sglang", "matplotlib", "tensorboard", "wandb"
+    heavy = "megatron", "transformer_engine", "transformers", "sglang", "httpx", "pebble", "matplotlib"
+    heavy += "tensorboard", "wandb"
     code = f"import sys, {module}; print([name for name in {heavy!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

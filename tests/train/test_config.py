@@ -30,13 +30,17 @@ def test_every_field_is_a_flag_of_its_type():
         "lr_warmup_iters": 3,
         "num_rollouts": 50,
         "n_samples_per_prompt": 4,
+        "task": "prompts",
+        "rollout_engine": "sglang",
+        **dict.fromkeys(("prompt_data", "eval_prompt_data", "sglang_urls", "hf_checkpoint"), "somewhere"),
+        "save_rollouts": True,  # rollouts ahead need it
     }
     flags, want = [], {}
     for field in dataclasses.fields(TrainConfig):
         name, value = "--" + field.name.replace("_", "-"), field.default
         if isinstance(value, bool):
-            want[field.name] = not value
-            flags.append(name if not value else name.replace("--", "--no-", 1))
+            want[field.name] = other.get(field.name, not value)
+            flags.append(name if want[field.name] else name.replace("--", "--no-", 1))
         else:
             want[field.name] = other.get(field.name, value + 1 if isinstance(value, int) else value)
             flags += [name, str(want[field.name])]
@@ -54,6 +58,20 @@ def test_every_field_is_a_flag_of_its_type():
         ({"lr_warmup_iters": 100}, "--lr-warmup-iters must be less than the 100 optimizer steps"),
         ({"keep_checkpoints": 0}, "--keep-checkpoints must be at least 1"),
         ({"max_tokens_per_gpu": 0}, "--max-tokens-per-gpu must be at least 1"),
+        ({"rollouts_ahead": -1}, "--rollouts-ahead must be 0 or more; got -1"),
+        ({"rollouts_ahead": 1, "save_rollouts": False}, "--rollouts-ahead 1 with --no-save-rollouts"),
+        ({"eval_interval": -1}, "--eval-interval must be 0 or more"),
+        ({"eval_temperature": 0.0}, "--eval-temperature must be a finite number above 0; got 0.0"),
+        ({"n_eval_prompts": 0}, "--n-eval-prompts must be at least 1"),
+        ({"rollout_engine": "vllm"}, "--rollout-engine must be one of local, sglang; got 'vllm'"),
+        ({"rollout_engine": "sglang"}, "--sglang-urls is not set: --rollout-engine sglang asks a server"),
+        ({"task": "chess"}, "--task must be one of reverse-digits, digit-sums, prompts; got 'chess'"),
+        ({"task": "digit-sums"}, "--hf-checkpoint is not set: --task digit-sums needs a tokenizer"),
+        ({"task": "prompts", "hf_checkpoint": "x"}, "--prompt-data is not set: --task prompts reads them from a file"),
+        (
+            {"task": "prompts", "hf_checkpoint": "x", "prompt_data": "y", "eval_interval": 5},
+            "--eval-prompt-data is not set: --eval-interval 5",
+        ),
     ],
 )
 def test_values_out_of_range(change, message):
@@ -88,6 +106,8 @@ def test_presets_name_flags_that_exist_and_agree(name):
     known = vars(made.parse_args([]))
     assert set(PRESETS[name]) <= set(known)
     made.set_defaults(**PRESETS[name])
-    args = made.parse_args([])
+    # what only its user can know
+    yours = ("--hf-checkpoint", "dir", "--prompt-data", "file", "--sglang-urls", "url") if name == "a100x4" else ()
+    args = made.parse_args(yours)
     validate_p3o_arguments(args)
     config_from_arguments(args)

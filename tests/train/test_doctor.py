@@ -19,8 +19,18 @@ from p3o_train import device_shim, doctor
 
 pytestmark = pytest.mark.host_only  # starts a process, and makes believe about devices
 ROOT = Path(__file__).resolve().parents[2]
-REQUIRED = {"megatron-core": device_shim.TESTED_VERSION, "numpy": "2.0.0", "tqdm": "4.66", "matplotlib": "3.9"}
+REQUIRED = {
+    "megatron-core": device_shim.TESTED_VERSION,
+    "numpy": "2.0.0",
+    "transformers": "4.55.0",
+    "tqdm": "4.66",
+    "matplotlib": "3.9",
+}
 EVERYTHING = REQUIRED | {
+    "httpx": "0.27",
+    "tenacity": "9.0",
+    "pebble": "5.1",
+    "math-verify": "0.8",
     "torch": "2.9.1+cu129",
     "triton": "3.5.0",
     "transformer-engine": "2.9.0",
@@ -99,7 +109,8 @@ def test_a_cpu_that_trains(machine):
     assert row(choices, "layers")[1:] == ("Megatron-Core's own, PackedAttention", "no CUDA device")
     assert row(choices, "CPU shim")[1] == "loaded"
     absent = [row[0] for row in doctor.missing_rows()]
-    assert absent == ["triton", "transformer-engine", "sglang", "tensorboard", "wandb"]
+    optional = ["httpx", "tenacity", "pebble", "math-verify", "tensorboard", "wandb"]
+    assert absent == ["triton", "transformer-engine", "sglang", *optional]
 
 
 def test_a_gpu_without_its_packages(machine):
@@ -195,6 +206,7 @@ def test_versions(machine):
         "numpy": "2.0.0",
         "megatron-core": device_shim.TESTED_VERSION,
         "transformer-engine": "2.9.0",
+        "transformers": "4.55.0",
         "sglang": None,
         "p3o-kernels": "9.9.9",
     }
@@ -213,11 +225,12 @@ def test_sections_and_columns(machine):
 
 def test_commands_and_range_are_those_of_the_project():
     """Every extra that a command names exists and brings the package; other commands name it."""
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    extras = dict(re.findall(r"^(\w+) = \[(.*)\]", text.partition("[project.optional-dependencies]")[2], re.MULTILINE))
+    toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    project = toml.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = {name: " ".join(needed) for name, needed in project["optional-dependencies"].items()}
     for piece in doctor.PIECES:
         extra = re.search(r"p3o-kernels\[(\w+)\]", piece.command)
-        assert f'"{piece.name}' in extras[extra[1]] if extra else piece.name in piece.command
+        assert piece.name in extras[extra[1]] if extra else piece.name in piece.command
     assert f"megatron-core>={doctor.MEGATRON_FLOOR},<{doctor.MEGATRON_CEILING}" in extras["train"]
 
 
