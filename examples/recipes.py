@@ -89,16 +89,17 @@ def every(size: str, root: Path, extra: Sequence[str]) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status."""
     parser = argparse.ArgumentParser(prog="python -m examples.recipes", description=__doc__.split("\n")[0])
-    parser.add_argument("scenario", choices=[*SCENARIOS, "all"])
+    parser.add_argument("scenario", choices=[*SCENARIOS, "all"], help="all: every one with both estimators")
     parser.add_argument("--estimator", choices=ESTIMATORS, default="p3o")
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--root", type=Path, default=Path("runs/recipes"), help="run directories are made in here")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved arguments and train nothing")
-    parser.add_argument("extra", nargs="*", help="after --: flags of p3o train")
-    args = parser.parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    own = given[: given.index("--")] if "--" in given else given
+    args, extra = parser.parse_args(own), given[len(own) + 1 :]
     if args.scenario == "all":
-        return every(args.size, args.root / args.size, args.extra)
-    recipe = [*flags(args.scenario, args.estimator, args.size), *(["--dry-run"] if args.dry_run else []), *args.extra]
+        return every(args.size, args.root / args.size, extra)
+    recipe = [*flags(args.scenario, args.estimator, args.size), *(["--dry-run"] if args.dry_run else []), *extra]
     return train(recipe, args.root / args.size / f"{args.scenario}_{args.estimator}")
 
 
