@@ -35,6 +35,8 @@ from p3o_train.types import PackedBatch, Sample
 from p3o_train.weights import copy_weights, swapped_weights
 
 Row = dict[str, float]
+_PROBED_TOKENS = 512
+"""Of each replica's share of the first rollout, or a few more, are computed again to see what their log-probs are."""
 
 
 class Trainer:
@@ -243,7 +245,12 @@ class Trainer:
 
     def _probe(self, samples: list[Sample]) -> None:
         """Compares what the engine recorded with what the trainer computes, on a few of its first responses."""
-        few = [sample for sample in samples if sample.valid_mask.any()][: 8 * self.trainee.dp_size]
+        few: list[Sample] = []
+        tokens = 0
+        for sample in samples:
+            if tokens < _PROBED_TOKENS * self.trainee.dp_size and sample.valid_mask.any():
+                few.append(sample)
+                tokens += sample.response_length
         batches = self._micro_batches(few, torch.zeros(len(few)))
         contract = self.rollouts.settings.contract
         probe_recordings(self.trainee.model, batches, few, self.objective, self.trainee.groups, contract)

@@ -7,6 +7,7 @@ import torch
 
 from p3o_train.assembly import build_trainer, load_start
 from p3o_train.config import SamplingSettings, TrainConfig
+from p3o_train.contract import ContractViolation
 from p3o_train.objective import Objective
 from p3o_train.packing import pack
 from p3o_train.passes import policy_log_probs
@@ -35,6 +36,47 @@ def first_rollout(config: TrainConfig, sampling: SamplingSettings) -> tuple[Any,
 def every_rollout(rank: int, cuts: tuple[dict[str, int], ...], sampling: SamplingSettings) -> Any:
     config = dataclasses.replace(SMALL, save_rollouts=False)
     return [first_rollout(dataclasses.replace(config, **cut), sampling) for cut in cuts]
+
+
+def wrongly_declared(rank: int, cut: dict[str, int]) -> list[str]:
+    """What the first rollout says of log-probs that are other than declared: raw, divided, one token late, right."""
+    config = dataclasses.replace(SMALL, save_rollouts=False, **cut)
+    objective = Objective(ess_scope="step", temperature=SCALED.temperature)
+    told = []
+    with megatron_run(config.parallelism):
+        for fault in ("raw", "divided", "late", "none"):
+            trainer = build_trainer(config, objective, SCALED, load_start(config))
+            if trainer.rollouts._share.engine is not None:
+                _falsify(trainer.rollouts._share.engine, fault)
+            trainer.hand_over_weights()
+            try:
+                trainer.rollout()
+                told.append("nothing was raised")
+            except ContractViolation as error:
+                told.append(str(error))
+    return told
+
+
+def _falsify(engine: Any, fault: str) -> None:
+    honest = engine.generate
+    engine._records_raw = fault in ("raw", "divided")
+
+    def change(log_probs: list[float]) -> list[float]:
+        if fault == "divided":
+            return [value / SCALED.temperature for value in log_probs]
+        return [-1.0, *log_probs[:-1]] if fault == "late" else log_probs
+
+    def generate(requests: Any, sampling: Any) -> list[Any]:
+        return [
+            dataclasses.replace(
+                response,
+                log_probs=change(response.log_probs),
+                recording=dataclasses.replace(response.recording, log_prob_kind="scaled"),
+            )
+            for response in honest(requests, sampling)
+        ]
+
+    engine.generate = generate
 
 
 def with_other_weights(rank: int) -> bool:

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.distributed.ranks import on_all_ranks
-from tests.megatron.rollouts import SCALED, TRUNCATED, every_rollout, with_other_weights
+from tests.megatron.rollouts import SCALED, TRUNCATED, every_rollout, with_other_weights, wrongly_declared
 from tests.megatron.topologies import NEEDS_MEGATRON
 
 pytestmark = [pytest.mark.host_only, NEEDS_MEGATRON]
@@ -39,3 +39,12 @@ def test_every_topology_samples_the_same(rollouts):
 
 def test_swapped_weights_are_given_back():
     assert on_all_ranks(with_other_weights, 1) == [True]
+
+
+@pytest.mark.parametrize(("ranks", "cut"), [(1, {}), (2, {"context_parallel_size": 2}), (2, {})], ids=str)
+def test_the_first_rollout_shows_what_log_probs_really_are(ranks, cut):
+    for raw, divided, late, right in on_all_ranks(wrongly_declared, ranks, cut):
+        assert "they are 'raw'" in raw
+        assert "raw log-probs divided by the temperature" in divided
+        assert "1 token too late" in late
+        assert right == "nothing was raised"
