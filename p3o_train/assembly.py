@@ -67,8 +67,13 @@ def _task(config: TrainConfig, tokenizer: Any) -> Task:
     return TextTask(stream, tokenizer, rewards, apply_chat_template=config.apply_chat_template)
 
 
-def build_trainer(config: TrainConfig, objective: Objective, sampling: SamplingSettings, start: Start) -> Trainer:
+def build_trainer(
+    config: TrainConfig, objective: Objective, sampling: SamplingSettings, start: Start, *, samples: bool = True
+) -> Trainer:
     """The trainer of this rank; inside ``megatron_run``.
+
+    Args:
+        samples: False makes no engine, for what needs no rollouts.
 
     Raises:
         ValueError: settings under which every token of some rollout would be too old; what engine and model refuse.
@@ -94,7 +99,7 @@ def build_trainer(config: TrainConfig, objective: Objective, sampling: SamplingS
         directory=Path(config.run_dir) / "rollouts" if config.save_rollouts else None,
         identity=_digest(config.identity() | dataclasses.asdict(objective) | dataclasses.asdict(sampling)),
     )
-    share = _engine(config, start, trainee, contract)
+    share = _engine(config, start, trainee, contract) if samples else EngineShare(None)
     rollouts = Rollouts(start.task, share, settings)
     return Trainer(config, objective, start.task, trainee, rollouts, sampling.update_weights_interval)
 

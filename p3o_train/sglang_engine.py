@@ -43,7 +43,7 @@ class SGLangEngine:
         urls: "http://host:port" of each server.
         vocab_size: of the served model; a larger id would end a server.
         weights_dir: new weights pass through it, under the same path here and on every server. Of this engine alone.
-        save: writes full parameters, by their Hugging Face names, as safetensors into an empty directory.
+        save: writes full parameters, by their Hugging Face names, as safetensors into a directory that it makes.
         pause_mode: what a weight change does to responses in flight. "retract": they go on with new weights, and keys
             and values are computed again. "in_place": they go on with the old keys and values. "abort": they end.
         max_concurrency: requests in flight at most, over all servers.
@@ -241,13 +241,12 @@ class SGLangEngine:
                     in_flight = {rid: url for rid, url in in_flight.items() if rid in self._in_flight}
 
     def _write(self, weights: Mapping[str, Tensor], version: int) -> Path:
-        directory, unfinished = (self._weights_dir / f"{state}-{version}" for state in ("version", "unfinished"))
-        for leftover in (unfinished, directory):
-            if leftover.exists():
-                shutil.rmtree(leftover)
-        unfinished.mkdir(parents=True)
-        self._save(unfinished, weights)
-        return unfinished.rename(directory)
+        directory = self._weights_dir / f"version-{version}"
+        if directory.exists():  # of a run that was broken off
+            shutil.rmtree(directory)
+        self._weights_dir.mkdir(parents=True, exist_ok=True)
+        self._save(directory, weights)
+        return directory
 
     async def _change_weights(self, directory: Path, version: int) -> None:
         failures: list[ServerError] = []

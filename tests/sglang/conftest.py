@@ -41,6 +41,7 @@ def make_engine(tmp_path):
     """Engines on given servers, with weights in safetensors and no other file."""
 
     def save(directory, weights):
+        directory.mkdir()
         save_file({name: value.contiguous() for name, value in weights.items()}, directory / "model.safetensors")
 
     def make(*urls, save=save, **options):

@@ -86,7 +86,7 @@ def test_only_the_newest_weights_stay_on_disk(engine, models, tmp_path):
 
 def test_refused_weights_are_reported_and_sampling_goes_on(engine, make_engine, server, models):
     # not a name of weights: the server finds none
-    broken = make_engine(server.url, save=lambda directory, weights: (directory / "weights.txt").touch())
+    broken = make_engine(server.url, save=lambda directory, weights: directory.mkdir())
     with pytest.raises(ServerError, match=r"did not change to weight version 5; .* none.*answered 400"):
         broken.update_weights({}, 5)
     (request,) = make_requests((3,))

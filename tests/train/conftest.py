@@ -23,6 +23,7 @@ def second():
 @pytest.fixture
 def make_engine(tmp_path):
     def save(directory, weights):
+        directory.mkdir()
         torch.save(dict(weights), directory / "weights.pt")
 
     def make(*servers, **options):

@@ -25,7 +25,7 @@ def test_d20_weights_change_in_a_pause_that_ends_and_aborts_nothing(make_engine,
 
 def test_only_the_newest_weights_stay(make_engine, server, tmp_path):
     engine = make_engine(server)
-    (tmp_path / "weights" / "unfinished-2").mkdir(parents=True)
+    (tmp_path / "weights" / "version-2" / "broken off").mkdir(parents=True)
     (tmp_path / "weights" / "notes").mkdir()
     for version in (1, 2, 2):
         engine.update_weights({}, version)
