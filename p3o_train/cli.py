@@ -14,7 +14,7 @@ from p3o_train import doctor
 from p3o_train.arguments import add_p3o_arguments, objective_from_arguments, validate_p3o_arguments
 from p3o_train.config import PRESETS, SamplingSettings, add_train_arguments, config_from_arguments
 from p3o_train.contract import ContractViolation
-from p3o_train.engine import RolloutFailed
+from p3o_train.engine import EngineError
 from p3o_train.reward_workers import RewardFailed
 from p3o_train.run import RunRefused, export, train
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         action()
     except RunRefused as error:
         return _stopped(args, error, 2)
-    except (RolloutFailed, RewardFailed, ContractViolation) as error:
+    except (EngineError, RewardFailed, ContractViolation) as error:
         return _stopped(args, error, 1)
     except KeyboardInterrupt:
         _say(f"\nStopped. To go on from the last checkpoint, add --resume (run directory {args.run_dir}).")

@@ -32,7 +32,11 @@ class RolloutEngine(Protocol):
         """Gives back what the engine holds; it is not used afterwards."""
 
 
-class RolloutFailed(RuntimeError):
+class EngineError(RuntimeError):
+    """An engine that does not do what it is asked; the text names it."""
+
+
+class RolloutFailed(EngineError):
     """Some requests were not answered."""
 
     def __init__(self, message: str, finished: Mapping[int, Response]) -> None:

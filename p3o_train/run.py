@@ -31,7 +31,7 @@ def train(config: TrainConfig, objective: Objective, sampling: SamplingSettings,
     Raises:
         RunRefused: a run directory that is in use, without --resume; a checkpoint that cannot be resumed; files of
             weights or prompts that cannot be used. Nothing has changed then.
-        RolloutFailed: requests that no engine answered.
+        EngineError: an engine that is not there, or did not answer.
         ContractViolation: log-probs that cannot be trained on.
     """
     from p3o_train.assembly import build_trainer, load_start  # which import what may be missing

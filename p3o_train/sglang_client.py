@@ -9,11 +9,13 @@ from typing import Any
 import httpx
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_exponential
 
+from p3o_train.engine import EngineError
+
 # the text of an error names everything that matters within
 SHOWN_CHARACTERS = 2000
 
 
-class ServerError(RuntimeError):
+class ServerError(EngineError):
     """A server that cannot be reached or refuses; the message names it and quotes its answer."""
 
     def __init__(self, url: str, reason: str) -> None:
