@@ -62,7 +62,9 @@ def _task(config: TrainConfig, tokenizer: Any) -> Task:
         read_prompts(path, input_key=config.input_key, label_key=config.label_key) if path else []
         for path in (config.prompt_data, config.eval_prompt_data)
     )
-    rewards = RewardWorkers(config.rm_type, time_limit_s=config.reward_time_limit_s)
+    rewards = RewardWorkers(
+        config.rm_type, time_limit_s=config.reward_time_limit_s, on_failure=config.reward_on_failure
+    )
     stream = PromptStream(train, seed=config.seed, evaluation=evaluation)
     return TextTask(stream, tokenizer, rewards, apply_chat_template=config.apply_chat_template)
 

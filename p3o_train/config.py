@@ -22,7 +22,11 @@ def _flag(default: Any, text: str) -> Any:
     return dataclasses.field(default=default, metadata={"help": text})
 
 
-_CHOICES = {"task": ("reverse-digits", "digit-sums", "prompts"), "rollout_engine": ("local", "sglang")}
+_CHOICES = {
+    "task": ("reverse-digits", "digit-sums", "prompts"),
+    "rollout_engine": ("local", "sglang"),
+    "reward_on_failure": ("raise", "zero"),
+}
 # may differ when a run goes on: they change no number
 _FREE = (
     "run_dir",
@@ -56,6 +60,7 @@ class TrainConfig:
     apply_chat_template: bool = _flag(False, "put prompts into the tokenizer's chat template")
     rm_type: str = _flag("exact", "reward: exact, digits, math, or module:function of your own")
     reward_time_limit_s: float = _flag(10.0, "seconds that a reward in a worker process may take")
+    reward_on_failure: str = _flag("raise", "raise: a reward that fails stops the run; zero: it is 0, and counted")
     rollout_engine: str = _flag("local", "local: transformers, in this process; sglang: servers at --sglang-urls")
     sglang_urls: str = _flag("", "servers, separated by commas, such as http://127.0.0.1:30000")
     rollout_max_concurrency: int = _flag(64, "requests at a time to all servers together")

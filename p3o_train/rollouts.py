@@ -73,6 +73,8 @@ class Rollouts:
         self._begun: dict[int, Future[dict[int, Response]]] = {}
         self._done: dict[int, list[Sample]] = {}
         self._known: dict[int, dict[int, Response]] = {}
+        self.reward_failures = 0
+        """Rewards so far that failed and were taken for 0."""
         if settings.directory is not None:
             self._known = everywhere(self._read_partial)[0]
 
@@ -109,7 +111,7 @@ class Rollouts:
             return stored
         responses = self._gathered(rollout_id)
         prompts = self._prompts(rollout_id)
-        rewards = everywhere(lambda: self._rewards(rollout_id, prompts, responses) if _is_first() else [])[0]
+        rewards, self.reward_failures = everywhere(lambda: self._rewards(rollout_id, prompts, responses))[0]
         samples = [
             self._sample(rollout_id, index, prompt, responses.get(index), reward)
             for index, (prompt, reward) in enumerate(zip(prompts, rewards, strict=True))
@@ -218,14 +220,19 @@ class Rollouts:
         text = f"rollout {rollout_id}: {failure} ({len(responses)} of {len(prompts)} responses were finished{kept})"
         return RolloutFailed(text, responses)
 
-    def _rewards(self, rollout_id: int, prompts: Sequence[Prompt], responses: Mapping[int, Response]) -> list[float]:
+    def _rewards(
+        self, rollout_id: int, prompts: Sequence[Prompt], responses: Mapping[int, Response]
+    ) -> tuple[list[float], int]:
+        """On the first rank one for each prompt, and how many so far were taken for 0 because they failed."""
+        if not _is_first():
+            return [], 0
         scored = [index for index in range(len(prompts)) if index in responses]
         tokens = [responses[index].token_ids for index in scored]
         names = [_name(rollout_id, index) for index in scored]
         rewards = dict(
             zip(scored, self._task.rewards([prompts[index] for index in scored], tokens, names), strict=True)
         )
-        return [rewards.get(index, 0.0) for index in range(len(prompts))]
+        return [rewards.get(index, 0.0) for index in range(len(prompts))], self._task.reward_failures
 
     def _sample(self, rollout_id: int, index: int, prompt: Prompt, response: Response | None, reward: float) -> Sample:
         name = _name(rollout_id, index)

@@ -38,6 +38,10 @@ class Task(Protocol):
     def pad_token_id(self) -> int:
         """Fills up sequences; where it stands nothing counts."""
 
+    @property
+    def reward_failures(self) -> int:
+        """Rewards so far that failed and were taken for 0, which a task does only where it was asked to."""
+
     def prompts(self, rollout_id: int, count: int) -> list[Prompt]:
         """What one rollout asks."""
 
@@ -73,6 +77,7 @@ class ReverseDigits:
     vocab_size = 16
     end_token_id = 11
     stop_token_ids = (end_token_id,)
+    reward_failures = 0
     pad_token_id = 12
 
     def prompts(self, rollout_id: int, count: int) -> list[Prompt]:
@@ -141,6 +146,11 @@ class TextTask:
         self.pad_token_id = self.stop_token_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self._source, self._tokenizer, self._workers = source, tokenizer, workers
         self._chat = apply_chat_template
+
+    @property
+    def reward_failures(self) -> int:
+        """As ``RewardWorkers.failures``."""
+        return self._workers.failures
 
     def prompts(self, rollout_id: int, count: int) -> list[Prompt]:
         """What the source asks in this rollout, as tokens.

@@ -212,6 +212,7 @@ class Trainer:
             f"{prefix}rollout_policy_age_rollouts": policy_age(self.next_rollout, snapshot),
             "train/reward_mean": sum(sample.reward for sample in scored) / count,
             "train/response_length_mean": sum(sample.response_length for sample in scored) / count,
+            "train/reward_failures": self.rollouts.reward_failures,
             "train/dropped_responses": len(samples) - len(scored),
             **age_row(samples, self.next_rollout, result.version_ess, prefix),
             **global_means(MetricSums({}), result.metrics, self.trainee.groups, self.trainee.device, prefix=prefix),

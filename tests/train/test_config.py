@@ -32,6 +32,7 @@ def test_every_field_is_a_flag_of_its_type():
         "n_samples_per_prompt": 4,
         "task": "prompts",
         "rollout_engine": "sglang",
+        "reward_on_failure": "zero",
         **dict.fromkeys(("prompt_data", "eval_prompt_data", "sglang_urls", "hf_checkpoint"), "somewhere"),
         "save_rollouts": True,  # rollouts ahead need it
     }

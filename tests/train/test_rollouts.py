@@ -195,6 +195,15 @@ def test_a_response_without_tokens_belongs_to_no_group():
     assert not torch.cat([sample.valid_mask for sample in samples if sample.is_dummy]).any()
 
 
+def test_rewards_that_failed_are_counted():
+    class Failing(ReverseDigits):
+        reward_failures = 3
+
+    rollouts = Rollouts(Failing(), EngineShare(CountingEngine()), settings())
+    rollouts.finish(0)
+    assert rollouts.reward_failures == 3
+
+
 def test_the_contract_is_checked_before_anything_is_written(tmp_path):
     engine, rollouts = made(directory=tmp_path)
     engine.version = 7  # weights that there are none of yet
