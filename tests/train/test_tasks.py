@@ -183,7 +183,7 @@ def test_the_end_of_a_line_must_be_a_token(tokenizer):
 
 def test_all_have_what_a_trainer_uses(tokenizer):
     wanted = {name for name in vars(Task) if not name.startswith("_")}
-    assert len(wanted) == 7
+    assert len(wanted) == 8
     for task in (TASK, text_task(tokenizer, ["1?"]), DigitSums(tokenizer)):
         assert [name for name in wanted if not hasattr(task, name)] == []
         task.close()
