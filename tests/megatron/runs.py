@@ -47,12 +47,32 @@ def run(config: TrainConfig, objective: Objective = STEP, interval: int = 1, sto
     if config.resume:
         assert trainer.resume()
     rows = []
+    written = _files_at_a_save(trainer)
     for step, row in trainer.run():
         rows.append({"step": step, **without_times(row)})
         if step == stop_after:
+            # as if it had been killed right after the checkpoint
+            for path in Path(config.run_dir).glob("rollouts/*"):
+                if path not in written:
+                    path.unlink()
             break
     trainer.rollouts.close()
     return rows, [parameter.detach().clone() for parameter in trainer.trainee.model[0].parameters()]
+
+
+def _files_at_a_save(trainer: Trainer) -> set[Path]:
+    """The rollout files that were there when the newest checkpoint was finished; kept up to date."""
+    written: set[Path] = set()
+    save = trainer.save
+
+    def and_look() -> Path:
+        made = save()
+        written.clear()
+        written.update(Path(trainer.config.run_dir).glob("rollouts/*"))
+        return made
+
+    trainer.save = and_look  # type: ignore[method-assign]
+    return written
 
 
 def every_run(rank: int, runs: list[tuple[TrainConfig, Objective, int]]) -> list[Outcome]:

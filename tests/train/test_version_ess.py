@@ -10,7 +10,8 @@ from p3o_train.step import VersionStatistics
 from p3o_train.types import Sample
 from tests.distributed.ranks import on_all_ranks
 
-RATIOS = {3: (1.0, 2.0, 0.5, 4.0), 7: (1.0, 3.0)}
+# version 0 is also what masked tokens have
+RATIOS = {0: (1.0, 2.0, 0.5, 4.0), 7: (1.0, 3.0)}
 
 
 def batch_of(ratios, versions, mask=None):
@@ -35,23 +36,23 @@ def collected(batches, versions):
 def test_each_version_has_its_own_e():
     # mixed in one response, and a masked token that would change either
     batches = [
-        batch_of((1.0, 1.0, 2.0, 99.0), (3, 7, 3, 7), (1, 1, 1, 0)),
-        batch_of((0.5, 4.0, 3.0), (3, 3, 7)),
+        batch_of((1.0, 1.0, 2.0, 99.0), (0, 7, 0, 7), (1, 1, 1, 0)),
+        batch_of((0.5, 4.0, 3.0), (0, 0, 7)),
     ]
-    made = collected(batches, (3, 7, 11)).ess(ParallelGroups(), "cpu")
-    assert made == pytest.approx({3: 0.6617647055709343, 7: ess(RATIOS[7])}, rel=1e-8)  # the epsilon beside S2
+    made = collected(batches, (0, 7, 11)).ess(ParallelGroups(), "cpu")
+    assert made == pytest.approx({0: 0.6617647055709343, 7: ess(RATIOS[7])}, rel=1e-8)  # the epsilon beside S2
     assert collected(batches, ()).ess(ParallelGroups(), "cpu") == {}
 
 
 def a_rank(rank):
     groups = ParallelGroups(data_context=torch.distributed.group.WORLD)
-    batches = [batch_of(RATIOS[3][:2], (3, 3)), batch_of(RATIOS[7], (7, 7))] if rank == 0 else []
+    batches = [batch_of(RATIOS[0][:2], (0, 0)), batch_of(RATIOS[7], (7, 7))] if rank == 0 else []
     if rank == 1:
-        batches = [batch_of(RATIOS[3][2:], (3, 3))]
-    return collected(batches, (3, 7)).ess(groups, "cpu")
+        batches = [batch_of(RATIOS[0][2:], (0, 0))]
+    return collected(batches, (0, 7)).ess(groups, "cpu")
 
 
 @pytest.mark.host_only
 def test_ranks_add_up():
     first, second = on_all_ranks(a_rank, 2)
-    assert first == second == pytest.approx({3: 0.6617647055709343, 7: ess(RATIOS[7])}, rel=1e-8)
+    assert first == second == pytest.approx({0: 0.6617647055709343, 7: ess(RATIOS[7])}, rel=1e-8)
