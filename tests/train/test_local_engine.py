@@ -76,6 +76,20 @@ def test_log_probs_are_those_of_a_clean_forward_pass(engine, model, temperature)
         assert (torch.tensor(response.log_probs, dtype=torch.float64) - chosen).abs().max() <= 1e-5
 
 
+def test_raw_log_probs_are_those_before_the_temperature(engine, model):
+    """The same tokens, and log-probs of softmax(z)."""
+    sampling = Sampling(max_new_tokens=9, temperature=0.6)
+    raw = LocalEngine(hf_config(CONFIG), records_raw=True)
+    raw.update_weights(weights_of(model), version=4)
+    scaled = engine.generate(REQUESTS, sampling)
+    for request, response, other in zip(REQUESTS, raw.generate(REQUESTS, sampling), scaled, strict=True):
+        assert response.recording.log_prob_kind == "raw" and response.token_ids == other.token_ids
+        truth = clean_logits(model, request, response).log_softmax(-1)
+        chosen = truth.gather(-1, torch.tensor(response.token_ids)[:, None])[:, 0]
+        assert (torch.tensor(response.log_probs, dtype=torch.float64) - chosen).abs().max() <= 1e-5
+        assert (torch.tensor(other.log_probs, dtype=torch.float64) - chosen).abs().max() > 0.1
+
+
 @pytest.mark.parametrize("family", [{"qkv_bias": True}, {"qk_norm": True, "head_dim": 16}, {"tie_embeddings": True}])
 def test_every_family_samples(family):
     config = dataclasses.replace(CONFIG, **family)
