@@ -234,7 +234,14 @@ def test_an_end_from_outside_leaves_no_process(folder, tmp_path, number, limit):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, str(script), str(folder), str(limit)]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+    run = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        # a shell starts background jobs, such as a test run, with Ctrl-C ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     try:
         assert run.stdout.readline() == b"ready\n"
         time.sleep(0.5)  # the workers take the responses that hang
