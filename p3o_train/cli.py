@@ -1,4 +1,4 @@
-"""The command line: ``p3o train``, ``p3o export`` and ``p3o doctor``, also as ``python -m p3o_train``."""
+"""The command line: ``p3o train``, ``export``, ``parity`` and ``doctor``, also as ``python -m p3o_train``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from p3o_train.arguments import add_p3o_arguments, objective_from_arguments, val
 from p3o_train.config import PRESETS, SamplingSettings, add_train_arguments, config_from_arguments
 from p3o_train.contract import ContractViolation
 from p3o_train.engine import EngineError
+from p3o_train.parity import add_parity_arguments, run_parity
 from p3o_train.reward_workers import RewardFailed
 from p3o_train.run import RunRefused, export, train
 
@@ -25,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command == "doctor":
         print(doctor.report())
         return 0 if doctor.healthy() else 1
+    if args.command == "parity":
+        return run_parity(args)
     try:
         action = _action(args)
     except ValueError as error:
@@ -100,11 +103,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="p3o", description="P3O training on Megatron-Core")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="print versions, devices, what will be used and what is missing")
+    differences = "how far loss, ESS and gradient are from another implementation's, on one batch"
+    add_parity_arguments(commands.add_parser("parity", help=differences))
     run = _with_flags(commands, "train", "train a model")
     write = _with_flags(commands, "export", "write the weights of a run in Hugging Face form")
     write.add_argument("--output", required=True, help="directory that is made for config.json and model.safetensors")
     args = parser.parse_args(argv)
-    if args.command != "doctor" and args.preset:
+    if args.command in ("train", "export") and args.preset:
         for one in (run, write):
             one.set_defaults(**PRESETS[args.preset])
         args = parser.parse_args(argv)
