@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from p3o_train.mirrors import MIRRORS
 from p3o_train.model import ModelConfig
 from p3o_train.runtime import OptimizerSettings, Parallelism
 
@@ -26,6 +27,7 @@ _CHOICES = {
     "task": ("reverse-digits", "digit-sums", "prompts"),
     "rollout_engine": ("local", "sglang"),
     "reward_on_failure": ("raise", "zero"),
+    "mirror_metrics": MIRRORS,
 }
 # may differ when a run goes on: they change no number
 _FREE = (
@@ -40,6 +42,7 @@ _FREE = (
     "rollout_max_concurrency",
     "reward_time_limit_s",
     "save_rollouts",
+    "mirror_metrics",
 )
 
 
@@ -103,6 +106,7 @@ class TrainConfig:
     save_interval: int = _flag(20, "rollouts between two checkpoints; 0 saves none")
     keep_checkpoints: int = _flag(2, "newest checkpoints that are kept")
     resume: bool = _flag(False, "go on from the newest checkpoint in --run-dir; from the start where there is none")
+    mirror_metrics: str = _flag("none", "verl or slime: also write numbers under the names of its dashboards")
     tensorboard: bool = _flag(False, "also write TensorBoard events to --run-dir")
     wandb_project: str = _flag("", "also log to this Weights & Biases project")
     distributed_timeout_minutes: float = _flag(10.0, "how long a collective waits for a rank that does not come")

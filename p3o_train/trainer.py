@@ -22,6 +22,7 @@ from p3o_train.checkpoint import has_snapshot, latest_iteration, load_checkpoint
 from p3o_train.config import TrainConfig
 from p3o_train.hf_weights import export_hf_weights
 from p3o_train.metrics import MetricSums, global_means
+from p3o_train.mirrors import mirrored
 from p3o_train.objective import Objective
 from p3o_train.packing import pack_step
 from p3o_train.passes import PolicyLogProbs, StepResult, policy_log_probs, step_gradients
@@ -102,12 +103,13 @@ class Trainer:
             result, norm, rate = self._step(batches, sampled_by(samples[part]))
             row = self._row(samples[part], result)
             self.steps_done += 1
-            yield row | {
+            row |= {
                 "train/grad_norm": norm,
                 "train/lr": rate,
                 "train/time/prepass_s": result.prepass_seconds,
                 "train/time/train_s": time.perf_counter() - started - result.prepass_seconds,
             }
+            yield row | mirrored(row, self.config.mirror_metrics, self._prefix)
 
     def save(self) -> Path:
         """Writes a checkpoint of everything that the rest of the run depends on, but rollouts that have files."""
@@ -157,6 +159,10 @@ class Trainer:
         return True
 
     @property
+    def _prefix(self) -> str:
+        return f"train/{self.objective.advantage_estimator}/"
+
+    @property
     def _directory(self) -> Path:
         return Path(self.config.run_dir) / "checkpoints"
 
@@ -202,7 +208,7 @@ class Trainer:
         return result, trainee.step(), rate
 
     def _row(self, samples: list[Sample], result: StepResult) -> Row:
-        prefix = f"train/{self.objective.advantage_estimator}/"
+        prefix = self._prefix
         snapshot = min(sampled_by(samples), default=self.next_rollout)
         scored = [sample for sample in samples if not sample.is_dummy]
         count = max(len(scored), 1)

@@ -33,6 +33,7 @@ def test_every_field_is_a_flag_of_its_type():
         "task": "prompts",
         "rollout_engine": "sglang",
         "reward_on_failure": "zero",
+        "mirror_metrics": "verl",
         **dict.fromkeys(("prompt_data", "eval_prompt_data", "sglang_urls", "hf_checkpoint"), "somewhere"),
         "save_rollouts": True,  # rollouts ahead need it
     }
@@ -66,6 +67,8 @@ def test_every_field_is_a_flag_of_its_type():
         ({"n_eval_prompts": 0}, "--n-eval-prompts must be at least 1"),
         ({"rollout_engine": "vllm"}, "--rollout-engine must be one of local, sglang; got 'vllm'"),
         ({"rollout_engine": "sglang"}, "--sglang-urls is not set: --rollout-engine sglang asks a server"),
+        ({"mirror_metrics": "wandb"}, "--mirror-metrics must be one of none, verl, slime; got 'wandb'"),
+        ({"reward_on_failure": "skip"}, "--reward-on-failure must be one of raise, zero; got 'skip'"),
         ({"task": "chess"}, "--task must be one of reverse-digits, digit-sums, prompts; got 'chess'"),
         ({"task": "digit-sums"}, "--hf-checkpoint is not set: --task digit-sums needs a tokenizer"),
         ({"task": "prompts", "hf_checkpoint": "x"}, "--prompt-data is not set: --task prompts reads them from a file"),
