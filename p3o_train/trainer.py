@@ -169,7 +169,15 @@ class Trainer:
     def _identity(self) -> dict[str, Any]:
         objective = dataclasses.asdict(self.objective)
         ranks = {"data_parallel_size": self.trainee.dp_size, "update_weights_interval": self.interval}
-        return self.config.identity() | {f"objective.{name}": value for name, value in objective.items()} | ranks
+        settings = self.rollouts.settings
+        sampled = {
+            "rollout_temperature": settings.sampling.temperature,
+            "temperature_convention": settings.contract.convention,
+            "rollout_top_p": settings.sampling.top_p,
+            "rollout_top_k": settings.sampling.top_k,
+        }
+        named = {f"objective.{name}": value for name, value in objective.items()}
+        return self.config.identity() | named | sampled | ranks
 
     def _micro_batches(self, samples: list[Sample], advantages: Tensor) -> list[PackedBatch]:
         config, layout = self.config, self.trainee.layout

@@ -139,13 +139,14 @@ def without_snapshot(rank: int, folder: str) -> str:
 
 
 def refused(rank: int, folder: str) -> tuple[str, bool]:
-    """What a checkpoint of another learning rate says, and whether weights and position stayed as they were."""
+    """What a checkpoint of another learning rate, seed and temperature says, and whether weights and position stayed as they were."""
     config = dataclasses.replace(SMALL, run_dir=folder, num_rollouts=2)
     with megatron_run(config.parallelism):
         run(config)
     with megatron_run(config.parallelism):
         other = dataclasses.replace(config, lr=5e-3, seed=1)
-        trainer = trainer_of(other)
+        mismatch = SamplingSettings(temperature=0.7, convention="mismatch")
+        trainer = build_trainer(other, STEP, mismatch, load_start(other))
         trainee = trainer.trainee
         before = [parameter.detach().clone() for parameter in trainee.model[0].parameters()]
         try:

@@ -142,4 +142,5 @@ def test_a_lagging_policy_that_is_not_in_the_checkpoint(tmp_path):
 
 def test_a_checkpoint_of_another_run(tmp_path):
     ((message, untouched),) = on_all_ranks(refused, 1, str(tmp_path))
-    assert "lr" in message and "seed" in message and untouched
+    named = ("lr", "seed", "rollout_temperature", "temperature_convention")
+    assert all(name in message for name in named) and untouched
