@@ -4,6 +4,7 @@ Written for reading, with autograd for every gradient. Give it float64 tensors a
 that the fused implementations are measured against; give it float32 and it is eager PyTorch.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from p3o_kernels._summary import EPSILON, EXPONENT_LIMIT, KL_MODES
 from p3o_kernels.ess import ESSContext, RatioStats
 from p3o_kernels.loss import P3OOutput
 from p3o_kernels.metrics import P3OMetrics
+from p3o_kernels.p4o import P4OOutput
+from p3o_kernels.sequences import SequenceESS, SequenceP3OOutput
 
 
 def ratio_stats(log_probs: Tensor, behavior_log_probs: Tensor, mask: Tensor | None = None) -> RatioStats:
@@ -106,6 +109,77 @@ def p3o_loss(
     return P3OOutput(loss, count, context, P3OMetrics(vector))
 
 
+def sequence_ess(
+    log_probs: Tensor, behavior_log_probs: Tensor, cu_seqlens: Tensor, mask: Tensor | None = None
+) -> SequenceESS:
+    """``to_context`` of each sequence by itself."""
+    mask = torch.ones_like(log_probs, dtype=torch.bool) if mask is None else mask
+    parts = [slice(start, end) for start, end in itertools.pairwise(cu_seqlens.tolist())]
+    contexts = [to_context(ratio_stats(log_probs[part], behavior_log_probs[part], mask[part])) for part in parts]
+    rows = [torch.stack([each.ess, each.num_tokens, each.ratio_mean]) for each in contexts]
+    return SequenceESS(*torch.stack(rows).unbind(1))
+
+
+def p3o_loss_per_sequence(
+    log_probs: Tensor,
+    behavior_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor,
+    kl_mode: str = "proxy_safe",
+    **options: Any,
+) -> SequenceP3OOutput:
+    """``p3o_kernels.p3o_loss_per_sequence`` in one process; the loss in the promoted input dtype, nothing validated."""
+    mask = torch.ones_like(log_probs, dtype=torch.bool) if mask is None else mask
+    lengths = cu_seqlens.diff().long()
+    if advantages.shape == lengths.shape:
+        advantages = torch.repeat_interleave(advantages, lengths)
+    lp, blp = (torch.where(mask, _promote(tensor), 0.0) for tensor in (log_probs, behavior_log_probs))
+    used = sequence_ess(log_probs, behavior_log_probs, cu_seqlens, mask)
+    cap = torch.repeat_interleave(used.ess, lengths)
+    kl = k3(lp - blp.detach(), kl_mode)
+    loss, metrics = _anchored(lp, blp, advantages, mask, cap, 1.0 - cap, (kl, kl), **options)
+    return SequenceP3OOutput(loss, mask.sum(), used, metrics)
+
+
+def p4o_loss(
+    log_probs: Tensor,
+    behavior_log_probs: Tensor,
+    proximal_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    context: ESSContext | None = None,
+    proximal_context: ESSContext | None = None,
+    kl_mode: str = "proxy_safe",
+    **options: Any,
+) -> P4OOutput:
+    """``p3o_kernels.p4o_loss`` in one process; the loss in the promoted input dtype, nothing validated."""
+    mask = torch.ones_like(log_probs, dtype=torch.bool) if mask is None else mask
+    if cu_seqlens is not None and advantages.shape == (cu_seqlens.numel() - 1,):
+        advantages = torch.repeat_interleave(advantages, cu_seqlens.diff().long())
+    lp, *others = (torch.where(mask, _promote(t), 0.0) for t in (log_probs, behavior_log_probs, proximal_log_probs))
+    blp, prox = (other.detach() for other in others)
+    if context is None or proximal_context is None:
+        context, proximal_context = (to_context(ratio_stats(lp, other, mask)) for other in (blp, prox))
+    ess = torch.minimum(context.ess, proximal_context.ess)
+    weights = [(1.0 - each.ess).to(lp.dtype) for each in (context, proximal_context)]
+    away, mixture = 1.0 - ess, blp
+    if away <= 1e-6:
+        away = torch.zeros_like(ess)
+    else:
+        both = torch.stack([weights[0].log() + blp, weights[1].log() + prox])
+        mixture = both.logsumexp(0) - (weights[0] + weights[1]).log()
+    behavior_kl, kl = k3(lp - blp, kl_mode), k3(lp - mixture, kl_mode)
+    if kl_mode == "importance":  # of the policy that sampled, whatever the anchor
+        ratio = (lp - blp).detach().clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).exp()
+        kl = _with_slope((ratio * (lp - mixture) - ratio + 1.0).detach(), (ratio * (lp - mixture)).detach(), lp)
+    loss, metrics = _anchored(lp, blp, advantages, mask, ess, away, (kl, behavior_kl), **options)
+    return P4OOutput(loss, mask.sum(), ess, context, proximal_context, metrics)
+
+
 def token_log_probs(
     logits: Tensor,
     labels: Tensor,
@@ -185,3 +259,38 @@ def _promote(tensor: Tensor) -> Tensor:
 def _with_slope(value: Tensor, slope: Tensor, log_ratio: Tensor) -> Tensor:
     """``value`` with the gradient ``slope`` with respect to ``log_ratio``."""
     return value + slope * (log_ratio - log_ratio.detach())
+
+
+def _anchored(
+    lp: Tensor,
+    blp: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cap: Tensor,
+    away: Tensor,
+    kls: tuple[Tensor, Tensor],
+    *,
+    reduction: str = "mean",
+    num_tokens: int | Tensor | None = None,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> tuple[Tensor, P3OMetrics]:
+    """Loss and metrics of - sg(min(rho, cap)) lp A + away K; ``kls`` are K to the anchor and K to b, lp is masked."""
+    log_ratio = (lp - blp).detach()
+    ratio = log_ratio.double().exp()
+    weight = torch.minimum(ratio, cap)
+    score = -weight.to(lp.dtype) * lp * torch.where(mask, _promote(advantages), 0.0).detach()
+    pull = away.to(lp.dtype) * kls[0]
+    loss = torch.where(mask, score + pull, 0.0)
+    clipped = (ratio < 1.0 - clip_low) | (ratio > 1.0 + clip_high)
+    none, caps = torch.zeros_like(lp), cap.expand(lp.shape)
+    terms = [ratio, ratio.square(), mask, none, log_ratio.abs(), ratio > cap, clipped, weight, score, kls[1]]
+    terms += [none, none, pull, loss, caps]
+    sums = [torch.where(mask, term.detach().double(), 0.0).sum() for term in terms]
+    largest = log_ratio.abs().amax().double() if lp.numel() else lp.new_zeros((), dtype=torch.float64)
+    count = mask.sum()
+    if reduction == "mean" and count > 0:
+        loss = loss.sum() / (count if num_tokens is None else num_tokens)
+    elif reduction != "none":
+        loss = loss.sum()
+    return loss, P3OMetrics(torch.stack([*sums, largest]))

@@ -139,7 +139,7 @@ def without_snapshot(rank: int, folder: str) -> str:
 
 
 def refused(rank: int, folder: str) -> tuple[str, bool]:
-    """What a checkpoint of another learning rate, seed and temperature says, and whether weights and position stayed as they were."""
+    """What a checkpoint says of another learning rate, seed and temperature, and whether nothing has moved."""
     config = dataclasses.replace(SMALL, run_dir=folder, num_rollouts=2)
     with megatron_run(config.parallelism):
         run(config)
