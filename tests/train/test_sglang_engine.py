@@ -217,7 +217,14 @@ def test_ctrl_c_ends_generate(server, tmp_path):
     )
     server.gate.clear()
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    process = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        # a shell starts background jobs, such as a test run, with Ctrl-C ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     server.wait_for_calls("/generate", 1)
     process.send_signal(signal.SIGINT)
     begin = time.monotonic()
