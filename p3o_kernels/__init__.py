@@ -11,6 +11,8 @@ from p3o_kernels.kl import exact_kl
 from p3o_kernels.logits import p3o_loss_from_logits, token_log_probs
 from p3o_kernels.loss import P3OOutput, p3o_loss
 from p3o_kernels.metrics import P3OMetrics
+from p3o_kernels.p4o import P4OOutput, p4o_loss
+from p3o_kernels.sequences import SequenceESS, SequenceP3OOutput, p3o_loss_per_sequence, sequence_ess
 
 __version__ = "0.1.0"
 
@@ -18,13 +20,19 @@ __all__ = [
     "ESSContext",
     "P3OMetrics",
     "P3OOutput",
+    "P4OOutput",
     "RatioStats",
+    "SequenceESS",
+    "SequenceP3OOutput",
     "exact_kl",
     "linear_log_probs",
     "p3o_loss",
     "p3o_loss_from_hidden",
     "p3o_loss_from_logits",
+    "p3o_loss_per_sequence",
+    "p4o_loss",
     "ratio_stats",
     "reference",
+    "sequence_ess",
     "token_log_probs",
 ]
