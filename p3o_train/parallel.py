@@ -34,8 +34,6 @@ class ParallelGroups:
     """Ranks over which the tokens of a step add up: data parallel times context parallel."""
     pipeline: ProcessGroup | None = None
     """Stages of one model, first to last."""
-    data: ProcessGroup | None = None
-    """Replicas of this rank: same shard, stage and part of each sequence, other samples."""
     sub_contexts: Mapping[int, ProcessGroup] = dataclasses.field(default_factory=dict)
     """Size -> group of this rank, for micro-batches that fewer (or more) context-parallel ranks share than usual."""
 
@@ -61,7 +59,6 @@ class ParallelGroups:
             context=group(parallel_state.get_context_parallel_group()),
             data_context=group(parallel_state.get_data_parallel_group(with_context_parallel=True)),
             pipeline=group(parallel_state.get_pipeline_model_parallel_group()),
-            data=group(parallel_state.get_data_parallel_group()),
         )
 
     @property
@@ -201,26 +198,3 @@ def _rows(vector: Tensor, group: ProcessGroup) -> Tensor:
 
 def _summed(rows: Tensor) -> Tensor:
     return rows.sum(0)
-
-
-def join_vocabulary(rows: Tensor, groups: ParallelGroups) -> Tensor:
-    """[n, V] from the shards [n, V / tp] of the tensor-parallel ranks, the same bits on each; no gradient."""
-    if groups.tensor is None:
-        return rows
-    return torch.cat([shard.view_as(rows) for shard in _rows(rows.flatten(), groups.tensor)], -1)
-
-
-def sum_over_context(tensor: Tensor, groups: ParallelGroups) -> Tensor:
-    """The sum over context-parallel ranks in their order; no gradient."""
-    if groups.context is None:
-        return tensor
-    return _rows(tensor.flatten(), groups.context).sum(0).view_as(tensor)
-
-
-def gather_over_data(value: Any, groups: ParallelGroups) -> list[Any]:
-    """A picklable value of every data-parallel replica, in their order."""
-    if groups.data is None:
-        return [value]
-    values: list[Any] = [None] * groups.data.size()
-    dist.all_gather_object(values, value, group=groups.data)
-    return values

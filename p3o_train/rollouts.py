@@ -23,7 +23,7 @@ from p3o_train.contract import Contract, check_samples
 from p3o_train.engine import RolloutEngine, RolloutFailed
 from p3o_train.random_state import named_generator
 from p3o_train.recording import Request, Response, Sampling
-from p3o_train.rollout_files import partial_rollouts, read_rollout, rollout_ids, write_rollout
+from p3o_train.rollout_files import has_rollout, partial_rollouts, read_rollout, write_rollout
 from p3o_train.tasks import Prompt, Task
 from p3o_train.types import Sample
 
@@ -258,7 +258,7 @@ class Rollouts:
     def _stored(self, rollout_id: int) -> list[Sample] | None:
         """The samples of a rollout that this run has finished before; read by the first rank."""
         directory = self.settings.directory
-        if directory is None or not _is_first() or rollout_id not in rollout_ids(directory):
+        if directory is None or not _is_first() or not has_rollout(directory, rollout_id):
             return None
         header, samples = read_rollout(directory, rollout_id)
         self._check_identity(header, rollout_id)
