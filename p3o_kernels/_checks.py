@@ -18,6 +18,9 @@ LOG_PROB_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def check_tensors(tensors: Mapping[str, Tensor | None], mask: Tensor | None) -> None:
     """Types, dtypes, devices and identical shapes."""
     named = {name: value for name, value in tensors.items() if value is not None}
+    missing = [name for name, value in tensors.items() if value is None and name not in ("ref_log_probs", "entropy")]
+    if missing:
+        raise TypeError(f"{missing[0]} must be a torch.Tensor, got None")
     _check_types(named if mask is None else named | {"mask": mask})
     for name, value in named.items():
         _check_dtype(name, value)

@@ -1,4 +1,4 @@
-"""Layouts that kernels take: contiguous and 16-byte aligned."""
+"""Layouts that kernels take: flat, contiguous and 16-byte aligned."""
 
 from torch import Tensor
 
@@ -11,3 +11,12 @@ def dense(tensor: Tensor) -> Tensor:
 
 def dense_or_none(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else dense(tensor)
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """[T] float32."""
+    return tensor.reshape(-1).float()
+
+
+def flat_mask(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask.reshape(-1)

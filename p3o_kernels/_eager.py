@@ -16,7 +16,7 @@ CPU_CHUNK = 32768
 CUDA_CHUNK = 1 << 22  # few launches matter more there than a small working set
 
 
-def _chunks(tensor: Tensor) -> Iterator[slice]:
+def chunks(tensor: Tensor) -> Iterator[slice]:
     """At least one slice, also for T = 0."""
     size = CUDA_CHUNK if tensor.is_cuda else CPU_CHUNK
     for start in range(0, max(tensor.numel(), 1), size):
@@ -44,7 +44,7 @@ def token_advantages(inputs: TokenInputs, chunk: slice | Tensor) -> Tensor:
 def ratio_sums(log_probs: Tensor, behavior_log_probs: Tensor, mask: Tensor | None) -> Tensor:
     parts = [
         _eager_terms.ratio_sums(log_probs[chunk], behavior_log_probs[chunk], _part(mask, chunk))
-        for chunk in _chunks(log_probs)
+        for chunk in chunks(log_probs)
     ]
     return _scalars.mark_overflow(torch.stack(parts).sum(0))
 
@@ -57,7 +57,7 @@ def token_loss(inputs: TokenInputs, options: LossOptions) -> TokenLoss:
     token_grad = torch.empty_like(log_probs)
     token_values = torch.empty_like(log_probs) if options.reduction == "none" else log_probs.new_empty(0)
     parts = []
-    for chunk in _chunks(log_probs):
+    for chunk in chunks(log_probs):
         part = replace(
             inputs,
             log_probs=log_probs[chunk],

@@ -22,7 +22,7 @@ def _pick(values, index, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _moments(sum_ratio, sum_ratio_sq, count):
+def moments(sum_ratio, sum_ratio_sq, count):
     """Mean and population standard deviation of rho; 1 and 0 without tokens."""
     safe = tl.where(count == 0.0, 1.0, count)
     mean = tl.where(count == 0.0, 1.0, sum_ratio / safe)
@@ -31,7 +31,7 @@ def _moments(sum_ratio, sum_ratio_sq, count):
 
 
 @triton.jit
-def _overflowed(sum_ratio, sum_ratio_sq):
+def overflowed(sum_ratio, sum_ratio_sq):
     """1.0 when a sum left the float64 range although every term was finite."""
     return tl.where((sum_ratio < float("inf")) & (sum_ratio_sq < float("inf")), 0.0, 1.0)
 
@@ -43,7 +43,7 @@ def finish_ratio_kernel(partials_ptr, out_ptr, num_partials, MAX_PROGRAMS: tl.co
     tl.store(out_ptr, sum_ratio)
     tl.store(out_ptr + 1, sum_ratio_sq)
     tl.store(out_ptr + 2, count)
-    tl.store(out_ptr + 3, invalid + _overflowed(sum_ratio, sum_ratio_sq))
+    tl.store(out_ptr + 3, invalid + overflowed(sum_ratio, sum_ratio_sq))
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def context_kernel(sums_ptr, out_ptr):
     """[e, N, mean of rho, standard deviation of rho] from (reduced) [S1, S2, N, invalid]."""
     sum_ratio, sum_ratio_sq = tl.load(sums_ptr), tl.load(sums_ptr + 1)
     count, invalid = tl.load(sums_ptr + 2), tl.load(sums_ptr + 3)
-    mean, deviation = _moments(sum_ratio, sum_ratio_sq, count)
+    mean, deviation = moments(sum_ratio, sum_ratio_sq, count)
     tl.store(out_ptr, ess_of_sums(sum_ratio, sum_ratio_sq, count, invalid))
     tl.store(out_ptr + 1, count)
     tl.store(out_ptr + 2, mean)
@@ -62,34 +62,47 @@ def context_kernel(sums_ptr, out_ptr):
 def finish_loss_kernel(
     partials_ptr, ess_ptr, num_tokens_ptr, summary_ptr, loss_ptr, scale_ptr, count_ptr,
     num_partials, columns, divide, num_tokens: tl.int64, entropy_coef, reference_coef,
-    MAX_PROGRAMS: tl.constexpr, COLUMNS: tl.constexpr,
+    MAX_PROGRAMS: tl.constexpr, COLUMNS: tl.constexpr, ANCHORED: tl.constexpr,
 ):  # fmt: skip
-    """Summary, loss, d loss / d (sum of L) and the exact count from the partial sums of token_loss_kernel."""
+    """Summary, loss, d loss / d (sum of L) and the exact count from the partial sums of token_loss_kernel.
+
+    ANCHORED: of the kernels in ``_anchored_kernels``, which sum pull and cap themselves; the summary ends with the
+    metrics, and ``ess_ptr`` is not read.
+    """
     row, column = tl.arange(0, MAX_PROGRAMS), tl.arange(0, COLUMNS)
     inside = (row[:, None] < num_partials) & (column[None, :] < columns)
     partials = tl.load(partials_ptr + row[:, None] * COLUMNS + column[None, :], mask=inside, other=0.0)
     sums = tl.sum(partials, 0)
     largest = tl.max(tl.load(partials_ptr + row * COLUMNS + 10, mask=row < num_partials, other=0.0), 0)
-    ess = tl.load(ess_ptr)
+    if not ANCHORED:
+        ess = tl.load(ess_ptr)
     sum_ratio, sum_ratio_sq, count = _pick(sums, 0, COLUMNS), _pick(sums, 1, COLUMNS), _pick(sums, 2, COLUMNS)
-    invalid = _pick(sums, 3, COLUMNS) + _pick(sums, 13, COLUMNS) + _overflowed(sum_ratio, sum_ratio_sq)
-    adaptive = (1.0 - ess) * _pick(sums, 9, COLUMNS)
-    reference, entropy = _pick(sums, 11, COLUMNS), _pick(sums, 12, COLUMNS)
+    invalid = _pick(sums, 3, COLUMNS) + _pick(sums, 13, COLUMNS) + overflowed(sum_ratio, sum_ratio_sq)
+    if ANCHORED:
+        adaptive = _pick(sums, 11, COLUMNS)
+        reference, entropy = 0.0, 0.0
+    else:
+        adaptive = (1.0 - ess) * _pick(sums, 9, COLUMNS)
+        reference, entropy = _pick(sums, 11, COLUMNS), _pick(sums, 12, COLUMNS)
     total = _pick(sums, 8, COLUMNS) + adaptive + reference_coef * reference - entropy_coef * entropy
     total = tl.where(invalid == 0.0, total, float("nan"))
-    mean, deviation = _moments(sum_ratio, sum_ratio_sq, count)
+    mean, deviation = moments(sum_ratio, sum_ratio_sq, count)
     tl.store(summary_ptr + column, sums, mask=(column < 10) & (column != 3))
     tl.store(summary_ptr + 3, invalid)
     tl.store(summary_ptr + 10, reference)
     tl.store(summary_ptr + 11, entropy)
     tl.store(summary_ptr + 12, adaptive)
     tl.store(summary_ptr + 13, total)
-    tl.store(summary_ptr + 14, tl.where(count == 0.0, 0.0, ess * count))
+    if ANCHORED:
+        tl.store(summary_ptr + 14, _pick(sums, 12, COLUMNS))
+    else:
+        tl.store(summary_ptr + 14, tl.where(count == 0.0, 0.0, ess * count))
     tl.store(summary_ptr + 15, largest)
-    tl.store(summary_ptr + 16, ess)
-    tl.store(summary_ptr + 17, count)
-    tl.store(summary_ptr + 18, mean)
-    tl.store(summary_ptr + 19, deviation)
+    if not ANCHORED:
+        tl.store(summary_ptr + 16, ess)
+        tl.store(summary_ptr + 17, count)
+        tl.store(summary_ptr + 18, mean)
+        tl.store(summary_ptr + 19, deviation)
     divisor = tl.where(
         divide == DIVIDE_COUNT, count, tl.where(divide == DIVIDE_INTEGER, num_tokens.to(tl.float64), 1.0)
     )

@@ -15,7 +15,7 @@ from p3o_kernels import _finish_kernels as finish
 from p3o_kernels import _token_kernels as token
 from p3o_kernels._inputs import LossOptions, TokenInputs, TokenLoss
 from p3o_kernels._math_kernels import BLOCK, COLUMNS, MAX_PROGRAMS
-from p3o_kernels._summary import KL_MODES, SUMMARY_SIZE
+from p3o_kernels._summary import KL_MODES, NUM_METRICS, SUMMARY_SIZE
 
 THREADS = 1024  # also what makes the compiler stay within 64 registers
 SCALE_BLOCK, SCALE_THREADS = 1024, 256
@@ -38,25 +38,27 @@ def _run(kernel: Any, programs: int, threads: int, arguments: dict[str, Any], **
         kernel[(programs,)](**arguments, **constexprs, num_warps=warps(threads, _warp_size()), num_stages=1)
 
 
-def _bytes(mask: Tensor | None, like: Tensor) -> Tensor:
-    return (like if mask is None else mask).view(torch.uint8)
+def mask_bytes(mask: Tensor | None, like: Tensor) -> Tensor:
+    values = like if mask is None else mask
+    # without a token a stride may be left that a view cannot have
+    return values.view(torch.uint8) if values.numel() else values.new_empty(0, dtype=torch.uint8)
 
 
-def _programs(num_tokens: int) -> int:
+def programs(num_tokens: int) -> int:
     return min(max(-(-num_tokens // BLOCK), 1), MAX_PROGRAMS)
 
 
 def _ratio_partials(log_probs: Tensor, behavior_log_probs: Tensor, mask: Tensor | None) -> Tensor:
-    programs = _programs(log_probs.numel())
-    partials = log_probs.new_empty((programs, 4), dtype=torch.float64)
+    num_programs = programs(log_probs.numel())
+    partials = log_probs.new_empty((num_programs, 4), dtype=torch.float64)
     arguments = {
         "log_probs_ptr": log_probs,
         "behavior_ptr": behavior_log_probs,
-        "mask_ptr": _bytes(mask, log_probs),
+        "mask_ptr": mask_bytes(mask, log_probs),
         "partials_ptr": partials,
         "num_tokens": log_probs.numel(),
     }
-    _run(token.ratio_sums_kernel, programs, THREADS, arguments, HAS_MASK=mask is not None, BLOCK=BLOCK)
+    _run(token.ratio_sums_kernel, num_programs, THREADS, arguments, HAS_MASK=mask is not None, BLOCK=BLOCK)
     return partials
 
 
@@ -64,9 +66,14 @@ def ratio_sums(log_probs: Tensor, behavior_log_probs: Tensor, mask: Tensor | Non
     """[S1, S2, N, invalid]: 2 launches."""
     partials = _ratio_partials(log_probs, behavior_log_probs, mask)
     sums = partials.new_empty(4)
-    arguments = {"partials_ptr": partials, "out_ptr": sums, "num_partials": partials.shape[0]}
-    _run(finish.finish_ratio_kernel, 1, FINISH_THREADS, arguments, MAX_PROGRAMS=MAX_PROGRAMS)
+    finish_ratio(partials, sums)
     return sums
+
+
+def finish_ratio(partials: Tensor, out: Tensor) -> None:
+    """``out`` [4] from the partial sums [programs, 4] of one anchor: 1 launch."""
+    arguments = {"partials_ptr": partials, "out_ptr": out, "num_partials": partials.shape[0]}
+    _run(finish.finish_ratio_kernel, 1, FINISH_THREADS, arguments, MAX_PROGRAMS=MAX_PROGRAMS)
 
 
 def context(sums: Tensor) -> Tensor:
@@ -79,8 +86,8 @@ def context(sums: Tensor) -> Tensor:
 def token_loss(inputs: TokenInputs, options: LossOptions) -> TokenLoss:
     """2 launches with e given, else 3."""
     log_probs = inputs.log_probs
-    programs = _programs(log_probs.numel())
-    partials = log_probs.new_empty((programs, COLUMNS), dtype=torch.float64)
+    num_programs = programs(log_probs.numel())
+    partials = log_probs.new_empty((num_programs, COLUMNS), dtype=torch.float64)
     token_grad = torch.empty_like(log_probs)
     loss = torch.empty_like(log_probs) if options.reduction == "none" else log_probs.new_empty(())
     general = (
@@ -97,9 +104,9 @@ def token_loss(inputs: TokenInputs, options: LossOptions) -> TokenLoss:
     outputs |= {"loss_ptr": loss, "partials_ptr": partials}
     _run(
         token.token_loss_kernel,
-        programs,
+        num_programs,
         THREADS,
-        _loss_arguments(inputs, options) | outputs,
+        pass_arguments(inputs, options) | _term_arguments(inputs, options) | outputs,
         HAS_MASK=inputs.mask is not None,
         PER_SEQUENCE=inputs.cu_seqlens is not None,
         HAS_CONTEXT=inputs.ess is not None,
@@ -108,35 +115,41 @@ def token_loss(inputs: TokenInputs, options: LossOptions) -> TokenLoss:
         MAX_PROGRAMS=MAX_PROGRAMS,
         COLUMNS=COLUMNS,
     )
-    return _finish_loss(
-        inputs, options, partials, ess, token_grad, loss, columns=COLUMNS_GENERAL if general else COLUMNS_LEAN
-    )
+    columns = COLUMNS_GENERAL if general else COLUMNS_LEAN
+    return finish_loss(inputs, options, partials, ess, token_grad, loss, columns)
 
 
-def _loss_arguments(inputs: TokenInputs, options: LossOptions) -> dict[str, Any]:
-    log_probs = inputs.log_probs
+def pass_arguments(inputs: TokenInputs, options: LossOptions) -> dict[str, Any]:
+    """What every pass over tokens that forms a loss takes."""
+    log_probs, cu_seqlens = inputs.log_probs, inputs.cu_seqlens
     return {
         "log_probs_ptr": log_probs,
         "behavior_ptr": inputs.behavior_log_probs,
         "advantages_ptr": inputs.advantages,
-        "mask_ptr": _bytes(inputs.mask, log_probs),
-        "cu_seqlens_ptr": log_probs.view(torch.int32) if inputs.cu_seqlens is None else inputs.cu_seqlens,
-        "reference_ptr": log_probs if inputs.reference_log_probs is None else inputs.reference_log_probs,
-        "entropy_ptr": log_probs if inputs.entropy is None else inputs.entropy,
+        "mask_ptr": mask_bytes(inputs.mask, log_probs),
+        "cu_seqlens_ptr": log_probs.view(torch.int32) if cu_seqlens is None else cu_seqlens,
         "num_tokens": log_probs.numel(),
-        "num_sequences": inputs.advantages.numel(),
-        "num_partials": _programs(log_probs.numel()),
+        "num_sequences": 0 if cu_seqlens is None else cu_seqlens.numel() - 1,
         "kl_mode": KL_MODES.index(options.kl_mode),
         "log_clip_low": options.log_clip_bounds()[0],
         "log_clip_high": options.log_clip_bounds()[1],
-        "entropy_coef": options.entropy_coef,
-        "reference_coef": options.reference_coef,
-        "has_entropy": int(inputs.entropy is not None),
         "write_loss": int(options.reduction == "none"),
     }
 
 
-def _finish_loss(
+def _term_arguments(inputs: TokenInputs, options: LossOptions) -> dict[str, Any]:
+    log_probs = inputs.log_probs
+    return {
+        "reference_ptr": log_probs if inputs.reference_log_probs is None else inputs.reference_log_probs,
+        "entropy_ptr": log_probs if inputs.entropy is None else inputs.entropy,
+        "num_partials": programs(log_probs.numel()),
+        "entropy_coef": options.entropy_coef,
+        "reference_coef": options.reference_coef,
+        "has_entropy": int(inputs.entropy is not None),
+    }
+
+
+def finish_loss(
     inputs: TokenInputs,
     options: LossOptions,
     partials: Tensor,
@@ -144,14 +157,16 @@ def _finish_loss(
     token_grad: Tensor,
     loss: Tensor,
     columns: int,
+    anchored: bool = False,
 ) -> TokenLoss:
+    """What follows the pass of a loss kernel, ``anchored`` for those of ``_anchored_kernels``: 1 launch."""
     if options.reduction != "mean":
         divide = finish.DIVIDE_NONE if options.reduction == "none" else finish.DIVIDE_ONE
     elif inputs.divisor is not None:
         divide = finish.DIVIDE_TENSOR
     else:
         divide = finish.DIVIDE_INTEGER if options.num_tokens else finish.DIVIDE_COUNT
-    summary = partials.new_empty(SUMMARY_SIZE)
+    summary = partials.new_empty(NUM_METRICS if anchored else SUMMARY_SIZE)
     scale = partials.new_empty(())
     count = partials.new_empty((), dtype=torch.int64)
     arguments = {
@@ -169,7 +184,8 @@ def _finish_loss(
         "entropy_coef": options.entropy_coef,
         "reference_coef": options.reference_coef,
     }
-    _run(finish.finish_loss_kernel, 1, FINISH_THREADS, arguments, MAX_PROGRAMS=MAX_PROGRAMS, COLUMNS=COLUMNS)
+    constexprs = {"MAX_PROGRAMS": MAX_PROGRAMS, "COLUMNS": COLUMNS, "ANCHORED": anchored}
+    _run(finish.finish_loss_kernel, 1, FINISH_THREADS, arguments, **constexprs)
     return TokenLoss(loss, token_grad, scale, summary, count)
 
 
@@ -189,7 +205,7 @@ def scale_grad(
     entropy_grad = torch.empty_like(token_grad) if with_entropy else token_grad.new_empty(0)
     arguments = {
         "token_grad_ptr": token_grad,
-        "mask_ptr": _bytes(mask, token_grad),
+        "mask_ptr": mask_bytes(mask, token_grad),
         "scale_ptr": scale,
         "grad_output_ptr": grad_output,
         "log_probs_grad_ptr": log_probs_grad,

@@ -4,6 +4,7 @@ Each operator takes tensors of any layout, makes them what its backend needs, an
 return fresh tensors; gradients flow to ``log_probs`` and ``entropy`` only.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -128,6 +129,10 @@ def _torch_backward(
     return token_grad * factor, entropy_grad
 
 
+def token_backward(backend: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    return _triton_backward if backend == "triton" else _torch_backward
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     mask, entropy, ctx.entropy_coef, ctx.backend = inputs[3], inputs[7], inputs[15], inputs[16]
     _, token_grad, scale, summary, count = output
@@ -141,7 +146,7 @@ def _backward(ctx: Any, grad_output: Tensor | None, *_: Any) -> tuple[Tensor | N
     grads: list[Tensor | None] = [None] * 17
     if grad_output is not None:
         token_grad, scale, mask = ctx.saved_tensors
-        backward = _triton_backward if ctx.backend == "triton" else _torch_backward
+        backward = token_backward(ctx.backend)
         log_probs_grad, entropy_grad = backward(
             token_grad, scale, grad_output, mask, ctx.entropy_coef, ctx.with_entropy
         )

@@ -35,9 +35,9 @@ def _token_gradient(
     valid = row >= 0
     none = (row * 0).to(tl.int32)
     total = (ess * 0.0, ess * 0.0, none, log_prob * 0.0, none, log_prob * 0.0, log_prob * 0.0, log_prob, log_prob)
-    _, grad, loss = token_terms(
+    _, grad, loss, _ = token_terms(
         total, log_prob, tl.load(behavior_ptr + row), tl.load(advantages_ptr + index), valid,
-        ess, ess.to(tl.float32), (1.0 - ess).to(tl.float32), kl_mode, 0.0, 0.0, True,
+        ess, ess.to(tl.float32), (1.0 - ess).to(tl.float32), kl_mode, 0.0, 0.0, True, (), False,
     )  # fmt: skip
     reference = log_prob
     if has_reference != 0:

@@ -29,6 +29,11 @@ def context(sums: Tensor) -> Tensor:
     return torch.stack([torch.where(usable, ess, torch.nan), count, mean, variance.clamp_min(0.0).sqrt()])
 
 
+def with_context(sums: Tensor) -> Tensor:
+    """[4, ...] S1, S2, N, invalid -> [8, ...]: the same, and their ``context``."""
+    return torch.cat([sums, context(sums)])
+
+
 def finish(
     divisor: Tensor | None, options: LossOptions, sums: Tensor, ess: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

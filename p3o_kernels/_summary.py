@@ -26,6 +26,7 @@ LOG_RATIO_ABS_MAX = NUM_SUMS
 NUM_METRICS = NUM_SUMS + 1
 CONTEXT_FIELDS = ("ess", "num_tokens", "ratio_mean", "ratio_std")
 SUMMARY_SIZE = NUM_METRICS + len(CONTEXT_FIELDS)
+ANCHOR_SIZE = 4 + len(CONTEXT_FIELDS)  # S1, S2, N, invalid, and the context that follows from them
 
 EPSILON = 1e-8  # e = S1^2 / (N (S2 + EPSILON))
 EXPONENT_LIMIT = 10.0  # K clamps its exponent to +-EXPONENT_LIMIT

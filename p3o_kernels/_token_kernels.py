@@ -26,12 +26,27 @@ from p3o_kernels._math_kernels import (
     k3,
     load_block,
     load_valid,
+    log_rounded,
     quarters,
     store_block,
     store_sum,
     usable_log_ratio,
     whole,
 )
+
+
+@triton.jit
+def ratio_terms(total, log_probs, behavior, valid):
+    """``total`` with S1, S2, N and the number of invalid tokens of one token per thread."""
+    log_ratio, usable = usable_log_ratio(log_probs, behavior, valid)
+    ratio, _ = exp_pair(tl.where(usable, log_ratio, 0.0))
+    ratio = tl.where(usable, ratio, 0.0)
+    return (
+        total[0] + ratio,
+        total[1] + ratio * ratio,
+        total[2] + valid.to(tl.int32),
+        total[3] + (valid & (usable == 0)).to(tl.int32),
+    )
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -50,15 +65,7 @@ def ratio_sums_kernel(
         behavior = quarters(load_block(behavior_ptr + start, remaining, BLOCK), BLOCK)
         valid = quarters(load_valid(mask_ptr + start, remaining, HAS_MASK, BLOCK), BLOCK)
         for k in tl.static_range(4):
-            log_ratio, usable = usable_log_ratio(log_probs[k], behavior[k], valid[k])
-            ratio, _ = exp_pair(tl.where(usable, log_ratio, 0.0))
-            ratio = tl.where(usable, ratio, 0.0)
-            total = (
-                total[0] + ratio,
-                total[1] + ratio * ratio,
-                total[2] + valid[k].to(tl.int32),
-                total[3] + (valid[k] & (usable == 0)).to(tl.int32),
-            )
+            total = ratio_terms(total, log_probs[k], behavior[k], valid[k])
     for k in tl.static_range(4):
         store_sum(partials_ptr + tl.program_id(0) * 4 + k, total[k])
 
@@ -77,8 +84,8 @@ def sequence_of(cu_seqlens_ptr, token, num_sequences):
 
 
 @triton.jit
-def _sequence_advantages(advantages_ptr, cu_seqlens_ptr, start, num_tokens, num_sequences, BLOCK: tl.constexpr):
-    """A of each token of a block from A of each sequence, without a [T] tensor in memory.
+def token_sequences(cu_seqlens_ptr, start, num_tokens, num_sequences, BLOCK: tl.constexpr):
+    """Index of the sequence of each token of a block; beyond T it repeats the last one.
 
     The first and last token bound the search, so a block inside one sequence skips it.
     """
@@ -94,7 +101,7 @@ def _sequence_advantages(advantages_ptr, cu_seqlens_ptr, start, num_tokens, num_
         probe = tl.minimum(sequence + half, last)
         sequence = tl.where(tl.load(cu_seqlens_ptr + probe) <= token, probe, sequence)
         width -= half
-    return tl.load(advantages_ptr + sequence)  # beyond T this repeats the last sequence
+    return sequence
 
 
 @triton.jit
@@ -106,7 +113,9 @@ def _load_tokens(
     log_probs = load_block(log_probs_ptr + start, remaining, BLOCK)
     behavior = load_block(behavior_ptr + start, remaining, BLOCK)
     if PER_SEQUENCE:
-        advantages = _sequence_advantages(advantages_ptr, cu_seqlens_ptr, start, num_tokens, num_sequences, BLOCK)
+        # looked up, so that there is no [T] tensor of them in memory
+        sequence = token_sequences(cu_seqlens_ptr, start, num_tokens, num_sequences, BLOCK)
+        advantages = tl.load(advantages_ptr + sequence)
     else:
         advantages = load_block(advantages_ptr + start, remaining, BLOCK)
     valid = load_valid(mask_ptr + start, remaining, HAS_MASK, BLOCK)
@@ -115,15 +124,33 @@ def _load_tokens(
 
 
 @triton.jit
+def sampled_kl(log_ratio, inverse, ratio, usable, kl_mode, GENERAL: tl.constexpr):
+    """K and K' of ``log_ratio`` = -log ``inverse``; importance weighs by rho, because b sampled the token."""
+    kl, slope = k3(log_ratio, inverse, kl_mode if GENERAL else KL_PROXY_SAFE)
+    if GENERAL:
+        if kl_mode == KL_IMPORTANCE:
+            clamped = tl.minimum(tl.maximum(ratio.to(tl.float32), EXP_MINUS_10), EXP_10)
+            slope = clamped * log_ratio
+            kl = tl.where(usable, slope - clamped + 1.0, 0.0)
+    return kl, slope
+
+
+@triton.jit
 def token_terms(
     total, log_probs, behavior, advantages, valid, ess, narrow_ess, away, kl_mode, log_clip_low, log_clip_high,
-    GENERAL: tl.constexpr,
+    GENERAL: tl.constexpr, mixture, TWO_ANCHORS: tl.constexpr,
 ):  # fmt: skip
-    """(4) and (5) without the optional terms for one token per thread: sums, g and L.
+    """(4) and (5) without the optional terms for one token per thread: sums, g, L and (1 - e) K.
 
-    Unusable tokens get l = lp = A = 0 and rho = 0 up front: every sum then grows by an exact 0.
+    Unusable tokens get l = lp = A = 0 and rho = 0 up front: every sum then grows by an exact 0. With TWO_ANCHORS
+    ``mixture`` is prox and the shares of both policies, and K is that of the log-ratio to the mixture:
+
+        exp(m - lp) = share / rho + share_prox / rho_prox
     """
     log_ratio, usable = usable_log_ratio(log_probs, behavior, valid)
+    if TWO_ANCHORS:
+        proximal_ratio, near = usable_log_ratio(log_probs, mixture[0], valid)
+        usable = usable & near
     usable = usable & (tl.abs(advantages) < float("inf"))
     log_ratio = tl.where(usable, log_ratio, 0.0)
     advantages = tl.where(usable, advantages, 0.0)
@@ -131,15 +158,17 @@ def token_terms(
     ratio = tl.where(usable, ratio, 0.0)
     over = ratio > ess
     capped = tl.where(over, narrow_ess, ratio.to(tl.float32))
-    kl, kl_slope = k3(log_ratio, inverse, kl_mode if GENERAL else KL_PROXY_SAFE)
-    if GENERAL:
-        if kl_mode == KL_IMPORTANCE:
-            clamped = tl.minimum(tl.maximum(ratio.to(tl.float32), EXP_MINUS_10), EXP_10)
-            kl_slope = clamped * log_ratio
-            kl = tl.where(usable, kl_slope - clamped + 1.0, 0.0)
-    grad = away * kl_slope - capped * advantages
+    kl, slope = sampled_kl(log_ratio, inverse, ratio, usable, kl_mode, GENERAL)
+    pulled = kl
+    if TWO_ANCHORS:
+        _, proximal_inverse = exp_pair(tl.where(usable, proximal_ratio, 0.0))
+        # the shares add up to 1 but for a rounding, and an unusable token must add nothing at all
+        inverse = tl.where(usable, mixture[1] * inverse + mixture[2] * proximal_inverse, 1.0)
+        pulled, slope = sampled_kl(-log_rounded(inverse), inverse, ratio, usable, kl_mode, GENERAL)
+    grad = away * slope - capped * advantages
     score = -(capped * advantages) * tl.where(usable, log_probs, 0.0)
-    loss = score + away * kl
+    pull = away * pulled
+    loss = score + pull
     rejected = valid & (usable == 0)
     clipped = (log_ratio < log_clip_low) | (log_ratio > log_clip_high)  # never where l was set to 0
     total = (
@@ -154,7 +183,7 @@ def token_terms(
         total[7] + kl,
         tl.maximum(total[8], tl.abs(log_ratio)),
     )
-    return total, tl.where(rejected, float("nan"), grad), tl.where(rejected, float("nan"), loss)
+    return total, tl.where(rejected, float("nan"), grad), tl.where(rejected, float("nan"), loss), pull
 
 
 @triton.jit
@@ -175,7 +204,7 @@ def optional_terms(total, log_probs, valid, reference, entropy, grad, loss, entr
 
 
 @triton.jit
-def _store_token_sums(out, total):
+def store_token_sums(out, total):
     """The columns of the loss kernel's scratch that every variant writes; column 10 is a maximum."""
     store_sum(out, total[0])
     store_sum(out + 1, total[1])
@@ -214,7 +243,7 @@ def _general_sweep(
         grad = ()
         loss = ()
         for k in tl.static_range(4):
-            _, token_grad, token_loss = token_terms(
+            _, token_grad, token_loss, _ = token_terms(
                 total,
                 log_probs[k],
                 behavior[k],
@@ -227,6 +256,8 @@ def _general_sweep(
                 0.0,
                 0.0,
                 True,
+                (),
+                False,
             )
             more, token_grad, token_loss = optional_terms(
                 more, log_probs[k], valid[k], reference[k], entropy[k], token_grad, token_loss,
@@ -272,15 +303,15 @@ def token_loss_kernel(
         )  # fmt: skip
         grad = ()
         for k in tl.static_range(4):
-            total, token_grad, _ = token_terms(
+            total, token_grad, _, _ = token_terms(
                 total, log_probs[k], behavior[k], advantages[k], valid[k], ess, narrow_ess, away,
-                kl_mode, log_clip_low, log_clip_high, GENERAL,
+                kl_mode, log_clip_low, log_clip_high, GENERAL, (), False,
             )  # fmt: skip
             grad = grad + (token_grad,)
         if not GENERAL:
             store_block(grad_ptr + start, whole(grad[0], grad[1], grad[2], grad[3], BLOCK), remaining, BLOCK)
     out = partials_ptr + tl.program_id(0) * COLUMNS
-    _store_token_sums(out, total)
+    store_token_sums(out, total)
     if GENERAL:
         _general_sweep(
             total, log_probs_ptr, behavior_ptr, advantages_ptr, mask_ptr, cu_seqlens_ptr, reference_ptr, entropy_ptr,

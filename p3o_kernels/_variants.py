@@ -11,21 +11,29 @@ from typing import Any
 
 import torch
 
-from p3o_kernels import _launch, _row_kernels, _row_launch, _row_loss_kernels
+from p3o_kernels import (
+    _anchored_kernels,
+    _anchored_launch,
+    _launch,
+    _row_kernels,
+    _row_launch,
+    _row_loss_kernels,
+)
 from p3o_kernels._math_kernels import BLOCK, COLUMNS, MAX_PROGRAMS
 
 _ARGUMENTS = {
-    "*fp32": "log_probs_ptr behavior_ptr advantages_ptr reference_ptr entropy_ptr grad_ptr loss_ptr token_grad_ptr "
-    "grad_output_ptr log_probs_grad_ptr entropy_grad_ptr temperature_ptr partial_ptr merged_ptr normalizer_ptr "
-    "factor_ptr",
-    "*fp64": "partials_ptr out_ptr sums_ptr ess_ptr ratio_partials_ptr num_tokens_ptr summary_ptr scale_ptr",
+    "*fp32": "log_probs_ptr behavior_ptr proximal_ptr advantages_ptr reference_ptr entropy_ptr grad_ptr loss_ptr "
+    "token_grad_ptr grad_output_ptr log_probs_grad_ptr entropy_grad_ptr temperature_ptr partial_ptr merged_ptr "
+    "normalizer_ptr factor_ptr",
+    "*fp64": "partials_ptr out_ptr sums_ptr ess_ptr ratio_partials_ptr num_tokens_ptr summary_ptr scale_ptr "
+    "proximal_ess_ptr cap_ptr",
     "*fp16": "low_ptr",
     "*u8": "mask_ptr",
     "*i32": "cu_seqlens_ptr",
     "*i64": "count_ptr labels_ptr",
     "i64": "num_tokens num_rows vocab_start stride out_stride grad_stride entropy_grad_stride row_length factor_stride",
     "i32": "num_sequences num_partials kl_mode has_entropy write_loss columns divide vocab misaligned has_mask per_row "
-    "finish num_parts per_sequence has_reference",
+    "finish num_parts per_sequence has_reference chunks field_distance distance",
     "fp32": "log_clip_low log_clip_high entropy_coef reference_coef temperature softcap",
 }
 _TYPES = {name: kind for kind, names in _ARGUMENTS.items() for name in names.split()}
@@ -162,8 +170,42 @@ def _finish() -> Iterator[Variant]:
         "partials_ptr ess_ptr num_tokens_ptr summary_ptr loss_ptr scale_ptr count_ptr num_partials columns divide "
         "num_tokens entropy_coef reference_coef"
     )
-    constexprs = constexprs | {"COLUMNS": COLUMNS}
-    yield _variant("finish_loss_kernel", arguments, threads, constexprs, module="_finish_kernels")
+    for flags in _choices("ANCHORED"):
+        more = constexprs | {"COLUMNS": COLUMNS} | flags
+        yield _variant("finish_loss_kernel", arguments, threads, more, module="_finish_kernels")
+
+
+def _anchored() -> Iterator[Variant]:
+    """The losses with two anchors or an e for each sequence, and their sums."""
+    two, sequence = _anchored_kernels.two_anchor_loss_kernel, _anchored_kernels.sequence_loss_kernel
+    tokens: dict[str, int | bool] = {"BLOCK": BLOCK, "COLUMNS": COLUMNS}
+    for flags in _choices("HAS_MASK"):
+        pair = ("log_probs_ptr", "behavior_ptr") + ("mask_ptr",) * flags["HAS_MASK"]
+        yield _anchored_variant(_anchored_kernels.anchor_sums_kernel, flags | {"BLOCK": BLOCK}, (*pair, "proximal_ptr"))
+        for per_sequence in _choices("PER_SEQUENCE"):
+            reads = pair if per_sequence["PER_SEQUENCE"] else (*pair, "advantages_ptr")
+            given = flags | per_sequence | tokens
+            yield _anchored_variant(sequence, given, reads, ("grad_ptr", "loss_ptr"))
+            yield _anchored_variant(two, given, (*reads, "proximal_ptr"), ("grad_ptr", "loss_ptr"))
+        for chunked in _choices("IN_CHUNKS"):
+            constexprs = flags | chunked | {"BLOCK": _anchored_launch.SEQUENCE_BLOCK}
+            threads = _anchored_launch.SEQUENCE_THREADS
+            yield _anchored_variant(_anchored_kernels.sequence_sums_kernel, constexprs, pair, threads=threads)
+    constexprs = {"MAX_PROGRAMS": MAX_PROGRAMS}
+    yield _anchored_variant(_anchored_kernels.join_sums_kernel, constexprs, threads=_launch.FINISH_THREADS)
+
+
+def _anchored_variant(
+    kernel: Any,
+    constexprs: Mapping[str, int | bool],
+    reads: tuple[str, ...] = (),
+    writes: tuple[str, ...] = (),
+    threads: int = _launch.THREADS,
+) -> Variant:
+    arguments = " ".join(name for name in kernel.arg_names if name not in constexprs)
+    return _variant(
+        kernel.__name__, arguments, threads, constexprs, module="_anchored_kernels", reads=reads, writes=writes
+    )
 
 
 def _row_variant(
@@ -235,6 +277,7 @@ VARIANTS: tuple[Variant, ...] = (
     *_token_loss(),
     *_scale_grad(),
     *_finish(),
+    *_anchored(),
     *_sweeps(),
     *_around_sweeps(),
 )

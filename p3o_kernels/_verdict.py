@@ -1,7 +1,8 @@
 """Errors that only the data can tell: one host read decides, details are read on the way to the exception."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -13,10 +14,11 @@ _RULE = f"a log-ratio must be finite and in ({LOG_RATIO_MIN - 0.004:.2f}, {LOG_R
 
 def raise_on_invalid_sums(vector: Tensor) -> None:
     """One host read of [S1, S2, N, invalid]."""
-    _raise_on_bad_sums(vector.tolist(), "")
+    raise_on_bad_sums(vector.tolist(), "")
 
 
-def _raise_on_bad_sums(sums: Sequence[float], detail: str) -> None:
+def raise_on_bad_sums(sums: Sequence[float], detail: str) -> None:
+    """Raises on [S1, S2, N, invalid] that are no good; ``detail`` says where to look."""
     sum_ratio, sum_ratio_sq, num_tokens, invalid = sums
     if invalid or not math.isfinite(sum_ratio) or not math.isfinite(sum_ratio_sq):
         raise ValueError(
@@ -45,52 +47,57 @@ def raise_on_invalid(
     divisor = optional[2]
     checks = [summary, *reduced]
     if cu_seqlens is not None:
-        checks.append(_bad_sequences(cu_seqlens, log_probs.numel()))
+        checks.append(bad_sequences(cu_seqlens, log_probs.numel()))
     if divisor is not None:
         checks.append(divisor[None])
     values = torch.cat(checks).tolist()  # the one host read
     if cu_seqlens is not None and values[len(values) - 1 - (divisor is not None)]:
-        raise ValueError(
-            f"cu_seqlens must start at 0, never decrease and end at T = {log_probs.numel()}, got {_short(cu_seqlens)}"
-        )
+        raise_on_sequences(cu_seqlens, log_probs.numel())
     sums = values[SUMMARY_SIZE : SUMMARY_SIZE + 4] if reduced else values[:4]
     if sums[3] or not all(map(math.isfinite, sums)):
-        _raise_on_bad_sums(sums, _first_bad_token(tensors, optional))
+        named: dict[str, Tensor | None] = {"log_probs": log_probs, "behavior_log_probs": tensors[1]}
+        named |= {"advantages": tensors[2], "ref_log_probs": optional[0], "entropy": optional[1]}
+        raise_on_bad_sums(sums, first_bad_token(named, tensors[3], tensors[4]))
     if math.isnan(values[NUM_METRICS]):  # the first field of the context: e
         raise ValueError("context.ess is NaN: it was made from invalid data with validate=False")
     if divisor is not None and not values[-1] > 0:
         raise ValueError(f"num_tokens must be >= 1, got {values[-1]:g}")
 
 
-def _bad_sequences(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+def bad_sequences(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """[1] float64: how many of the rules are broken."""
     bad = (cu_seqlens[1:] < cu_seqlens[:-1]).sum() + (cu_seqlens[0] != 0) + (cu_seqlens[-1] != num_tokens)
     return bad.double()[None]
 
 
-def _short(tensor: Tensor) -> str:
-    values = tensor.tolist()
-    return str(values) if len(values) <= 12 else f"[{', '.join(map(str, values[:6]))}, ..., {values[-1]}]"
+def raise_on_sequences(cu_seqlens: Tensor, num_tokens: int) -> NoReturn:
+    """For offsets of which ``bad_sequences`` is not 0."""
+    values = cu_seqlens.tolist()
+    short = str(values) if len(values) <= 12 else f"[{', '.join(map(str, values[:6]))}, ..., {values[-1]}]"
+    raise ValueError(f"cu_seqlens must start at 0, never decrease and end at T = {num_tokens}, got {short}")
 
 
-def _first_bad_token(
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
-    optional: tuple[Tensor | None, Tensor | None, Tensor | None],
-) -> str:
-    """Names the first offending token of this rank; reads as much as it needs, an exception is on its way."""
-    log_probs, behavior_log_probs, advantages = (tensor.detach().cpu() for tensor in tensors[:3])
-    mask, cu_seqlens = tensors[3:]
-    if cu_seqlens is not None:
-        advantages = torch.repeat_interleave(advantages, cu_seqlens.diff().long().cpu())
-    log_ratio = log_probs - behavior_log_probs
-    bad = ~((log_ratio < LOG_RATIO_MAX) & (log_ratio > LOG_RATIO_MIN) & advantages.isfinite())
-    named = {"log_probs": log_probs, "behavior_log_probs": behavior_log_probs, "advantages": advantages}
-    for name, tensor in zip(("ref_log_probs", "entropy"), optional[:2], strict=True):
-        if tensor is not None:
-            named[name] = tensor.detach().cpu()
-            bad |= ~(named[name].isfinite() & (log_probs - named[name]).isfinite())
+def first_bad_token(named: Mapping[str, Tensor | None], mask: Tensor | None, cu_seqlens: Tensor | None) -> str:
+    """Names the first offending token of this rank; reads as much as it needs, an exception is on its way.
+
+    ``named``: log_probs, then whatever else the call was given; advantages may be [B] together with ``cu_seqlens``.
+    """
+    read = {name: tensor.detach().cpu() for name, tensor in named.items() if tensor is not None}
+    log_probs = read["log_probs"]
+    advantages = read.get("advantages")
+    if advantages is not None and cu_seqlens is not None and advantages.numel() == cu_seqlens.numel() - 1:
+        read["advantages"] = torch.repeat_interleave(advantages, cu_seqlens.diff().long().cpu())
+    bad = torch.zeros_like(log_probs, dtype=torch.bool)
+    for name, tensor in read.items():
+        log_ratio = log_probs - tensor
+        if name in ("behavior_log_probs", "proximal_log_probs"):
+            bad |= ~((log_ratio < LOG_RATIO_MAX) & (log_ratio > LOG_RATIO_MIN))
+        elif name == "ref_log_probs":
+            bad |= ~log_ratio.isfinite()
+        elif name != "log_probs":
+            bad |= ~tensor.isfinite()
     index = (bad if mask is None else bad & mask.cpu()).nonzero()
     if not index.numel():
         return "; no single token of this rank is the cause"
     token = int(index[0])
-    return f"; the first is token {token}: " + ", ".join(f"{name} {value[token]:g}" for name, value in named.items())
+    return f"; the first is token {token}: " + ", ".join(f"{name} {value[token]:g}" for name, value in read.items())

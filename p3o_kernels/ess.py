@@ -27,7 +27,7 @@ class ESSContext:
     """
 
     ess: Tensor
-    """e in [1 / N, 1]; 1 without tokens; NaN on invalid data that was not validated."""
+    """e in [1 / N, 1], but for the 1e-8; 1 without tokens; NaN on invalid data that was not validated."""
     cap: Tensor
     """The largest policy-gradient weight: e itself."""
     num_tokens: Tensor

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from p3o_kernels import _backend, _checks, _ops, _verdict
 from p3o_kernels._collectives import gather_ranks
+from p3o_kernels._dense import flat, flat_mask
 from p3o_kernels._summary import NUM_METRICS
 from p3o_kernels.ess import ESSContext
 from p3o_kernels.metrics import P3OMetrics
@@ -130,10 +131,6 @@ def p3o_loss(
     return P3OOutput(loss, count, context, P3OMetrics(summary[:NUM_METRICS]))
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).float()
-
-
 def _tokens(
     log_probs: Tensor,
     behavior_log_probs: Tensor,
@@ -144,10 +141,10 @@ def _tokens(
     """Flat float32 tensors; cu_seqlens only where advantages are per sequence."""
     per_sequence = cu_seqlens is not None and advantages.shape == (cu_seqlens.numel() - 1,)
     return (
-        _flat(log_probs),
-        _flat(behavior_log_probs.detach()),
-        _flat(advantages.detach()),
-        None if mask is None else mask.reshape(-1),
+        flat(log_probs),
+        flat(behavior_log_probs.detach()),
+        flat(advantages.detach()),
+        flat_mask(mask),
         cu_seqlens if per_sequence else None,
     )
 
@@ -156,8 +153,8 @@ def _optional_tokens(
     log_probs: Tensor, ref_log_probs: Tensor | None, entropy: Tensor | None, num_tokens: int | Tensor | None
 ) -> _Optional:
     return (
-        None if ref_log_probs is None else _flat(ref_log_probs.detach()),
-        None if entropy is None else _flat(entropy),
+        None if ref_log_probs is None else flat(ref_log_probs.detach()),
+        None if entropy is None else flat(entropy),
         num_tokens.detach().reshape(()).to(log_probs.device, torch.float64) if isinstance(num_tokens, Tensor) else None,
     )
 

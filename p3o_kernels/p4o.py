@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from p3o_kernels import _anchored, _anchored_verdict, _backend, _checks, _ops
+from p3o_kernels import _anchored_ops, _anchored_verdict, _backend, _checks, _ops
 from p3o_kernels._collectives import gather_ranks
+from p3o_kernels._dense import flat, flat_mask
 from p3o_kernels.ess import ESSContext
 from p3o_kernels.metrics import P3OMetrics
 
 _Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
-_Options = tuple[Tensor | None, int, str, str, float, float]
+_Options = tuple[Tensor | None, int, str, str, float, float, str]
 
 
 class P4OOutput(NamedTuple):
@@ -61,6 +62,7 @@ def p4o_loss(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     validate: bool = True,
+    backend: str = "auto",
 ) -> P4OOutput:
     """Two-anchor loss of a batch of tokens, differentiable in ``log_probs``.
 
@@ -74,12 +76,12 @@ def p4o_loss(
         process_group: micro-batch scope: reduce both triples of sums over these ranks, in one collective.
         kl_mode: gradient of K as in ``p3o_loss``; "importance" is rho l_mix - rho + 1 with gradient rho l_mix,
             unbiased for KL(pi || mixture) on tokens that b sampled.
+        backend: as in ``p3o_loss``, but "compiled" is the same as "eager" here.
 
     With prox = blp the loss is that of ``p3o_loss``, but for the gate. With all three equal the gradient is -A.
 
-    There is no reference and no entropy term, and no ``backend``: the two triples of sums are those of ``ratio_stats``
-    (Triton on CUDA tensors, 6 launches), the rest is the analytic gradient in PyTorch on every device. On CUDA that is
-    some 180 small operations, not the fused kernel of ``p3o_loss``.
+    There is no reference and no entropy term. With "triton" both triples of sums come from one pass over the tokens:
+    4 launches forward, 2 with both contexts given, and 1 backward.
 
     Returns:
         ``P4OOutput(loss, num_tokens, ess, context, proximal_context, metrics)``.
@@ -88,30 +90,27 @@ def p4o_loss(
     _checks.check_tokens(named, advantages, mask, cu_seqlens)
     _checks.check_options(reduction, kl_mode, {"clip_low": clip_low, "clip_high": clip_high}, num_tokens)
     _check_contexts(log_probs, context, proximal_context, process_group)
-    lp, blp, prox = (
-        _anchored.flat(tensor if name == "log_probs" else tensor.detach()) for name, tensor in named.items()
-    )
-    valid, given = _anchored.flat_mask(mask), _anchored.flat(advantages.detach())
+    lp, blp, prox = (flat(tensor if name == "log_probs" else tensor.detach()) for name, tensor in named.items())
     by_sequence = cu_seqlens is not None and advantages.shape == (cu_seqlens.numel() - 1,)
-    tensors = (lp, blp, prox, given, valid, cu_seqlens if by_sequence else None)
+    given = flat(advantages.detach())
+    tensors = (lp, blp, prox, given, flat_mask(mask), cu_seqlens if by_sequence else None)
     divisor = num_tokens.detach().reshape(()).to(lp.device, torch.float64) if isinstance(num_tokens, Tensor) else None
     whole_tokens = num_tokens if isinstance(num_tokens, int) else 0
-    options = (divisor, whole_tokens, reduction, kl_mode, float(clip_low), float(clip_high))
+    margins = (float(clip_low), float(clip_high))
+    options = (divisor, whole_tokens, reduction, kl_mode, *margins, _backend.resolve(backend, lp))
     sums: Tensor | None = None
     if context is None or proximal_context is None:
-        sums = _both_sums(lp, blp, prox, valid)
-        if process_group is not None:
-            sums = _reduced(process_group, sums, tensors, options, validate)
-        backend = _backend.resolve("auto", lp)
-        context, proximal_context = (ESSContext._from_vector(_ops.context(row, backend)) for row in sums)
-    ess = torch.stack([context.ess, proximal_context.ess])
-    loss, _, _, vector, count = _anchored.anchored_loss(*tensors, ess, *options)
+        rows = _anchors(process_group, tensors, options, validate)
+        sums = rows[:, :4]
+        context, proximal_context = (ESSContext._from_vector(row[4:]) for row in rows)
+    own = (context.ess, proximal_context.ess)
+    loss, _, _, vector, count, ess = _anchored_ops.two_anchor_loss(*tensors, *own, *options)
     if validate:
         verdict = _verdict_sums(vector, sums, process_group)
-        read = dict(zip((*named, "advantages"), tensors[:4], strict=True))
-        _anchored_verdict.raise_on_invalid(verdict, ess, read, valid, cu_seqlens, divisor)
+        read = dict(zip((*named, "advantages"), (lp, blp, prox, given), strict=True))
+        _anchored_verdict.raise_on_invalid(verdict, ess[None], read, tensors[4], cu_seqlens, divisor)
     loss = loss.reshape(log_probs.shape) if reduction == "none" else loss
-    return P4OOutput(loss, count, ess.amin(), context, proximal_context, P3OMetrics(vector))
+    return P4OOutput(loss, count, ess, context, proximal_context, P3OMetrics(vector))
 
 
 def _check_contexts(
@@ -133,22 +132,24 @@ def _check_contexts(
         _checks.check_scope(log_probs, value, process_group)
 
 
-def _both_sums(log_probs: Tensor, behavior: Tensor, proximal: Tensor, mask: Tensor | None) -> Tensor:
-    """[2, 4] float64: S1, S2, N, invalid of the ratios to b and to the proximal policy."""
-    backend = _backend.resolve("auto", log_probs)
+def _anchors(process_group: ProcessGroup | None, tensors: _Tensors, options: _Options, validate: bool) -> Tensor:
+    """[2, 8] float64 of b and of the proximal policy: S1, S2, N, invalid of the ratios, and the context they make.
+
+    With ``process_group`` over all ranks, and what makes any rank invalid is counted in the first row.
+    """
+    log_probs, behavior, proximal, _, mask, _ = tensors
     with torch.no_grad():
-        rows = [_ops.ratio_sums(log_probs.detach(), other, mask, backend) for other in (behavior, proximal)]
-        return torch.stack(rows)
-
-
-def _reduced(process_group: ProcessGroup, sums: Tensor, tensors: _Tensors, options: _Options, validate: bool) -> Tensor:
-    """``sums`` over all ranks, with what makes any rank invalid counted in the first row."""
-    if validate:
-        # A counts as well, or the rank that sees it would raise alone and leave the others waiting
-        with torch.no_grad():
-            whole = _anchored.anchored_loss(*tensors, torch.ones_like(sums[:, 0]), *options)[3]
-        sums[0, 3] = torch.maximum(sums[0, 3], whole[3])
-    return gather_ranks(sums.flatten(), process_group).sum(0).reshape(2, 4)
+        rows: Tensor = _anchored_ops.anchors(log_probs.detach(), behavior, proximal, mask, options[-1])
+        if process_group is None:
+            return rows
+        sums = rows[:, :4].clone()
+        if validate:
+            # A counts as well, or the rank that sees it would raise alone and leave the others waiting
+            one = torch.ones_like(sums[0, 0])
+            whole = _anchored_ops.two_anchor_loss(*tensors, one, one, *options)[3]
+            sums[0, 3] = torch.maximum(sums[0, 3], whole[3])
+        sums = gather_ranks(sums.flatten(), process_group).sum(0).reshape(2, 4)
+        return torch.stack([torch.cat([row, _ops.context(row, options[-1])]) for row in sums])
 
 
 def _verdict_sums(vector: Tensor, sums: Tensor | None, process_group: ProcessGroup | None) -> Tensor:

@@ -33,7 +33,8 @@ def to_context(stats: RatioStats) -> ESSContext:
     if count == 0:
         one = torch.ones_like(count)
         return ESSContext(one, one, count, one, torch.zeros_like(count))
-    ess = (stats.sum_ratio.square() / (count * (stats.sum_ratio_sq + EPSILON))).clamp(0.0, 1.0)
+    # divided one by one: N S2 overflows before S2 does
+    ess = (stats.sum_ratio / count * (stats.sum_ratio / (stats.sum_ratio_sq + EPSILON))).clamp(0.0, 1.0)
     variance = (stats.sum_ratio_sq / count - mean.square()).clamp_min(0.0)
     return ESSContext(ess, ess, count, mean, variance.sqrt())
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from p3o_kernels import _anchored, _anchored_verdict, _checks, _scalars
+from p3o_kernels import _anchored_ops, _anchored_verdict, _backend, _checks, _scalars
 from p3o_kernels._collectives import gather_ranks
+from p3o_kernels._dense import flat, flat_mask
 from p3o_kernels.metrics import P3OMetrics
 
 
@@ -27,7 +28,7 @@ class SequenceESS:
     """
 
     ess: Tensor
-    """e_b in [1 / N_b, 1]; 1 without tokens; NaN on invalid data that was not validated."""
+    """e_b in [1 / N_b, 1], but for the 1e-8; 1 without tokens; NaN on invalid data that was not validated."""
     num_tokens: Tensor
     """N_b, the valid tokens."""
     ratio_mean: Tensor
@@ -55,6 +56,7 @@ def sequence_ess(
     *,
     process_group: ProcessGroup | None = None,
     validate: bool = True,
+    backend: str = "auto",
 ) -> SequenceESS:
     """e of every sequence of a packed batch; detached, sums in float64 in a fixed order.
 
@@ -66,25 +68,28 @@ def sequence_ess(
         process_group: ranks that hold parts of the same B sequences (context parallel), each with the offsets of its
             own parts: sums are added sequence by sequence first. Every rank must call, with the same B.
         validate: one host read that raises on invalid data. False reads nothing; e of such a sequence is NaN.
+        backend: "auto" (triton on CUDA tensors, else eager), "triton", "eager" or "compiled" (same as eager here).
 
     Raises:
         ValueError: shapes or devices that differ; with ``validate`` also a bad cu_seqlens and invalid data: a valid
-            token whose l, rho or rho^2 is not finite, or rho^2 is 0. With ``process_group`` every rank raises.
+            token whose l, rho or rho^2 is not finite, or rho^2 is 0. With ``process_group`` every rank raises. An
+            unknown or unusable backend.
         TypeError: a wrong dtype or type.
     """
     _check_offsets(cu_seqlens)
     named = {"log_probs": log_probs, "behavior_log_probs": behavior_log_probs}
     # no advantages here; log_probs stand in for them where the offsets are checked against T
     _checks.check_tokens(named, log_probs, mask, cu_seqlens)
-    named = {name: _anchored.flat(tensor.detach()) for name, tensor in named.items()}
+    resolved = _backend.resolve(backend, log_probs)
+    named = {name: flat(tensor.detach()) for name, tensor in named.items()}
+    valid = flat_mask(mask)
     with torch.no_grad():
-        sums = _anchored.sequence_sums(*named.values(), _anchored.flat_mask(mask), cu_seqlens)
+        rows = _anchored_ops.sequence_sums(*named.values(), valid, cu_seqlens, resolved)
         if process_group is not None:
-            sums = gather_ranks(sums.flatten(), process_group).sum(0).reshape(4, -1)
-        result = _from_sums(sums)
+            rows = _scalars.with_context(gather_ranks(rows[:4].flatten(), process_group).sum(0).reshape(4, -1))
     if validate:
-        _anchored_verdict.raise_on_invalid(sums.sum(1), result.ess, named, mask, cu_seqlens, None)
-    return result
+        _anchored_verdict.raise_on_invalid(rows[:4].sum(1), rows[4], named, valid, cu_seqlens, None)
+    return SequenceESS(*rows[4:7].unbind())
 
 
 def p3o_loss_per_sequence(
@@ -101,6 +106,7 @@ def p3o_loss_per_sequence(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     validate: bool = True,
+    backend: str = "auto",
 ) -> SequenceP3OOutput:
     """P3O loss whose cap and pull of each token come from its own sequence, differentiable in ``log_probs``.
 
@@ -114,10 +120,10 @@ def p3o_loss_per_sequence(
         process_group: ranks that hold parts of the same B sequences, as in ``sequence_ess``.
         validate: as in ``p3o_loss``; False gives NaN for loss and gradient on invalid data, with "none" in the
             sequences that have it.
+        backend: as in ``p3o_loss``, but "compiled" is the same as "eager" here.
 
-    There is no ``context`` (see above), no reference and no entropy term, and no ``backend``: the analytic gradient
-    runs in PyTorch on every device, after sums for each sequence. On CUDA those are some 180 small operations in all,
-    not the fused kernel of ``p3o_loss``.
+    There is no ``context`` (see above), no reference and no entropy term. With "triton" there are 3 launches forward,
+    one more where a batch has few sequences of at least 8192 tokens on average, and 1 backward.
 
     Returns:
         ``SequenceP3OOutput(loss, num_tokens, sequence_ess, metrics)``.
@@ -126,30 +132,30 @@ def p3o_loss_per_sequence(
     named = {"log_probs": log_probs, "behavior_log_probs": behavior_log_probs}
     _checks.check_tokens(named, advantages, mask, cu_seqlens)
     _checks.check_options(reduction, kl_mode, {"clip_low": clip_low, "clip_high": clip_high}, num_tokens)
-    lp, blp, valid = _anchored.flat(log_probs), _anchored.flat(behavior_log_probs.detach()), _anchored.flat_mask(mask)
-    tensors = (lp, blp, None, _anchored.flat(advantages.detach()), valid, cu_seqlens)
+    lp, blp, valid = flat(log_probs), flat(behavior_log_probs.detach()), flat_mask(mask)
+    tensors = (lp, blp, flat(advantages.detach()), valid, cu_seqlens)
     divisor = num_tokens.detach().reshape(()).to(lp.device, torch.float64) if isinstance(num_tokens, Tensor) else None
     whole_tokens = num_tokens if isinstance(num_tokens, int) else 0
-    options = (divisor, whole_tokens, reduction, kl_mode, float(clip_low), float(clip_high))
+    margins = (float(clip_low), float(clip_high))
+    options = (divisor, whole_tokens, reduction, kl_mode, *margins, _backend.resolve(backend, lp))
     with torch.no_grad():
-        sums = _anchored.sequence_sums(lp.detach(), blp, valid, cu_seqlens)
-        verdict = sums[3].sum()
+        rows = _anchored_ops.sequence_sums(lp.detach(), blp, valid, cu_seqlens, options[-1])
+        verdict = rows[3].sum()
         if process_group is not None:
             # A counts as well, or the rank that sees it would raise alone and leave the others waiting
-            ones = torch.ones_like(sums[0])
-            own = _anchored.anchored_loss(*tensors, ones, *options)[3][3] if validate else verdict
-            reduced = gather_ranks(torch.cat([sums.flatten(), own[None]]), process_group).sum(0)
-            sums, verdict = reduced[:-1].reshape(4, -1), reduced[-1]
-        used = _from_sums(sums)
-    loss, _, _, vector, count = _anchored.anchored_loss(*tensors, used.ess, *options)
+            ones = torch.ones_like(rows[0])
+            own = _anchored_ops.sequence_loss(*tensors, ones, *options)[3][3] if validate else verdict
+            reduced = gather_ranks(torch.cat([rows[:4].flatten(), own[None]]), process_group).sum(0)
+            rows, verdict = _scalars.with_context(reduced[:-1].reshape(4, -1)), reduced[-1]
+    loss, _, _, vector, count = _anchored_ops.sequence_loss(*tensors, rows[4], *options)
     if validate:
-        shared = sums.sum(1)
+        shared = rows[:4].sum(1)
         invalid = torch.maximum(shared[3], verdict if process_group is not None else vector[3])
-        read = {"log_probs": lp, "behavior_log_probs": blp, "advantages": tensors[3]}
+        read = {"log_probs": lp, "behavior_log_probs": blp, "advantages": tensors[2]}
         _anchored_verdict.raise_on_invalid(
-            torch.cat([shared[:3], invalid[None]]), used.ess, read, valid, cu_seqlens, divisor
+            torch.cat([shared[:3], invalid[None]]), rows[4], read, valid, cu_seqlens, divisor
         )
-    return SequenceP3OOutput(loss, count, used, P3OMetrics(vector))
+    return SequenceP3OOutput(loss, count, SequenceESS(*rows[4:7].unbind()), P3OMetrics(vector))
 
 
 def _check_offsets(cu_seqlens: object) -> None:
@@ -158,8 +164,3 @@ def _check_offsets(cu_seqlens: object) -> None:
             f"cu_seqlens must be a torch.Tensor, got {type(cu_seqlens).__name__}; e of each sequence needs the "
             "[B + 1] int32 offsets of the packed sequences"
         )
-
-
-def _from_sums(sums: Tensor) -> SequenceESS:
-    ess, num_tokens, ratio_mean, _ = _scalars.context(sums).unbind()
-    return SequenceESS(ess, num_tokens, ratio_mean)

@@ -42,6 +42,11 @@ REPRESENTATIVE = [
     "scale_grad per_token, has_entropy, has_mask",
     "context",
     "finish_loss",
+    "finish_loss anchored",
+    "anchor_sums has_mask",
+    "two_anchor_loss has_mask, per_sequence",
+    "sequence_sums has_mask",
+    "sequence_loss has_mask, per_sequence",
     "row_stats bf16, has_entropy",
     "row_loss bf16",
 ]

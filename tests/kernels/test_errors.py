@@ -27,6 +27,7 @@ CASES = {
     "float64": ({"log_probs": torch.zeros(6).double()}, TypeError, "log_probs must be float32.*reference"),
     "integers": ({"advantages": torch.zeros(6).int()}, TypeError, "advantages must be float32.*torch.int32"),
     "float mask": ({"mask": torch.ones(6)}, TypeError, r"mask must be torch.bool.*mask.bool\(\)"),
+    "nothing": ({"behavior_log_probs": None}, TypeError, "behavior_log_probs must be a torch.Tensor, got None"),
     "not a tensor": ({"advantages": [1.0] * 6}, TypeError, "advantages must be a torch.Tensor, got list"),
     "device": ({"advantages": torch.zeros(6, device="meta")}, ValueError, "advantages meta"),
     "reduction": ({"reduction": "avg"}, ValueError, "reduction must be one of none, sum, mean; got 'avg'"),

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from p3o_kernels import RatioStats, p3o_loss, ratio_stats
+from p3o_kernels import RatioStats, p3o_loss, ratio_stats, reference
 
 POISON = [math.nan, math.inf, -math.inf, 1e38]
 TOKENS = 300
@@ -86,6 +86,15 @@ def test_the_last_usable_ratio_is_used(place, log_ratio):
     exact = float(behavior[0].neg().double().exp())
     assert stats.invalid.item() == 0
     assert stats.sum_ratio.item() == pytest.approx(exact + 1.0, rel=1e-12)
+
+
+def test_n_times_s2_may_overflow_where_s2_does_not(place):
+    log_probs = torch.tensor([354.0] + [0.0] * 9, device=place.device)
+    behavior = torch.zeros_like(log_probs)
+    e = ratio_stats(log_probs, behavior, backend=place.backend).to_context().ess.item()
+    # one ratio is everything, so e = 1 / N; 1 / (1 + 1e-8 / S2) is 1 here
+    assert e == pytest.approx(0.1, rel=1e-12)
+    assert reference.to_context(reference.ratio_stats(log_probs, behavior)).ess.item() == pytest.approx(0.1, rel=1e-12)
 
 
 def test_finite_terms_whose_sum_overflows_are_invalid(place):

@@ -18,6 +18,8 @@ from p3o_kernels import (
     p3o_loss,
     p3o_loss_from_hidden,
     p3o_loss_from_logits,
+    p3o_loss_per_sequence,
+    p4o_loss,
     ratio_stats,
     token_log_probs,
 )
@@ -26,6 +28,7 @@ from p3o_kernels._variants import VARIANTS, Variant
 pytestmark = pytest.mark.host_only  # nothing is launched here, so there is nothing to sanitise
 
 T, B = 40, 3
+LONG = 8192  # tokens from which on several programs walk a sequence
 ROWS, VOCAB, HIDDEN = 8, 1100, 8
 WORKSPACE = 2 * ROWS * 1024  # half precision: two parts of the vocabulary; float32: cut along the rows, too
 POINTERS = {
@@ -144,6 +147,39 @@ def run_public_calls(layout: str) -> None:
     RatioStats.from_vector(vector).to_context(validate=False)
 
 
+def run_anchored_calls(layout: str) -> None:
+    """Two anchors, and an e for each sequence of many and of few long ones."""
+    flags = itertools.product((False, True), repeat=3)
+    for (masked, sequences, given), reduction in itertools.product(list(flags), ("none", "mean")):
+        run_anchored(layout, T, [7, 0, T - 7], masked, sequences, given, reduction)
+    for masked in (False, True):
+        run_anchored(layout, LONG, [LONG], masked, False, False, "sum")
+    run_anchored(layout, 0, [], True, True, True, "mean")
+
+
+def run_anchored(
+    layout: str, tokens: int, lengths: list[int], masked: bool, sequences: bool, given: bool, reduction: str
+) -> None:
+    log_probs, behavior, proximal, token_advantages = (layouts(torch.randn(tokens))[layout] for _ in range(4))
+    advantages = layouts(torch.randn(len(lengths)))[layout] if sequences else token_advantages
+    mask = layouts(torch.ones(tokens, dtype=torch.bool))[layout] if masked else None
+    cu_seqlens = layouts(torch.tensor([0, *lengths]).cumsum(0).int())[layout]
+    ess = scalar(layout, torch.float64)
+    context = ESSContext(ess, ess, ess, ess, ess) if given else None
+    options = {"cu_seqlens": cu_seqlens, "reduction": reduction, "validate": False}
+    log_probs.requires_grad_()
+    contexts = {"context": context, "proximal_context": context}
+    for output in (
+        p3o_loss_per_sequence(log_probs, behavior, advantages, mask, **options),
+        p4o_loss(log_probs, behavior, proximal, advantages, mask, **options, **contexts),
+    ):
+        loss = output.loss
+        if loss.dim() == 0:
+            loss.backward(scalar(layout, torch.float32))
+        else:
+            loss.backward(layouts(torch.randn(tokens))[layout])
+
+
 def matrix(layout: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     """A leaf's view: rows on 16-byte boundaries; rows anywhere; entries of a row apart."""
     leaf = torch.randn(rows + 1, columns + 4).to(dtype).requires_grad_()
@@ -219,7 +255,7 @@ def run_row_calls(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["shifted", "strided"])
-@pytest.mark.parametrize("run", [run_public_calls, run_row_calls])
+@pytest.mark.parametrize("run", [run_public_calls, run_row_calls, run_anchored_calls])
 def test_launches_use_only_listed_variants(recorder, layout, run):
     run(layout)
     assert recorder.launches - LISTED == set()
@@ -250,6 +286,7 @@ def test_shards_of_a_process_group_use_only_listed_variants(recorder):
 def test_every_listed_variant_is_launched_and_no_other(recorder):
     run_public_calls("aligned")
     run_row_calls("aligned")
+    run_anchored_calls("aligned")
     assert LISTED ^ recorder.launches == set()
     assert recorder.unaligned & ALIGNED == set()
 
@@ -274,6 +311,7 @@ def test_triton_would_specialise_launches_as_listed(recorder):
 
     run_public_calls("shifted")
     run_row_calls("shifted")
+    run_anchored_calls("shifted")
     assert {("row_stats_kernel", "logits_ptr"), ("row_grad_kernel", "out_ptr")} <= recorder.unaligned
     backend = make_backend(GPUTarget("cuda", 90, 32))
     wanted = {

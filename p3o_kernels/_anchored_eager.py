@@ -1,4 +1,4 @@
-"""The token loss with a cap for each sequence or with two anchors: its gradient written out, as two operators.
+"""The losses with an e for each sequence or with two anchors, in plain PyTorch: one chunk of tokens at a time.
 
     l_i = lp_i - blp_i      rho_i = exp(l_i)      a_i = lp_i - anchor_i
     L_i = - sg(min(rho_i, e_i)) lp_i A_i + w_i K(a_i)                                     (1)
@@ -8,27 +8,25 @@
     two anchors:  e = min(e_b, e_prox), w = 1 - e, or 0 where that is at most GATE,
                   anchor_i = log(((1 - e_b) exp(blp_i) + (1 - e_prox) exp(prox_i)) / (2 - e_b - e_prox))   (4)
 
-l and a are float32, rho, the mixture and every sum float64, the rest float32. Plain PyTorch on every device, in chunks
-of tokens; no autograd graph is built.
+l and a are float32, rho, the mixture and every sum float64, the rest float32. No autograd graph is built.
 """
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from p3o_kernels import _eager, _scalars
-from p3o_kernels._inputs import LossOptions
-from p3o_kernels._summary import EXP_LIMIT, EXPONENT_LIMIT, LOG_RATIO_MAX, LOG_RATIO_MIN, NUM_METRICS
+from p3o_kernels._inputs import LossOptions, TokenInputs, TokenLoss
+from p3o_kernels._summary import EXP_LIMIT, EXPONENT_LIMIT, LOG_RATIO_MAX, LOG_RATIO_MIN
 
 GATE = 1e-6  # two anchors: a pull of at most this weight is left out
 
 _Anchors = tuple[Tensor | None, Tensor, Tensor, Tensor | None]
 
 
-@torch.library.custom_op("p3o::sequence_sums", mutates_args=())
 def sequence_sums(log_probs: Tensor, behavior_log_probs: Tensor, mask: Tensor | None, cu_seqlens: Tensor) -> Tensor:
-    """[4, B] float64: S1, S2, N and the invalid count of each sequence, added in a fixed order."""
+    """[ANCHOR_SIZE, B] float64: S1, S2, N, invalid of each sequence, added in a fixed order, and its context."""
     log_ratio = log_probs - behavior_log_probs
     valid = torch.ones_like(log_ratio, dtype=torch.bool) if mask is None else mask
     usable = valid & _in_range(log_ratio)
@@ -39,85 +37,55 @@ def sequence_sums(log_probs: Tensor, behavior_log_probs: Tensor, mask: Tensor | 
     # one column at a time: CUDA then reduces a sequence by a block of threads, not by one of them
     sums = [torch.segment_reduce(column, "sum", offsets=offsets, axis=0, unsafe=True) for column in columns]
     overflowed = ~(sums[0].isfinite() & sums[1].isfinite())
-    return torch.stack([*sums[:3], sums[3] + overflowed])
+    return _scalars.with_context(torch.stack([*sums[:3], sums[3] + overflowed]))
 
 
-@sequence_sums.register_fake
-def _(log_probs: Tensor, behavior_log_probs: Tensor, mask: Tensor | None, cu_seqlens: Tensor) -> Tensor:
-    return log_probs.new_empty((4, cu_seqlens.numel() - 1), dtype=torch.float64)
+def anchors(inputs: TokenInputs, proximal: Tensor) -> Tensor:
+    """[2, ANCHOR_SIZE] float64 of b and of the proximal policy."""
+    rows = [_eager.ratio_sums(inputs.log_probs, other, inputs.mask) for other in (inputs.behavior_log_probs, proximal)]
+    return torch.stack([_scalars.with_context(row) for row in rows])
 
 
-@torch.library.custom_op("p3o::anchored_loss", mutates_args=())
-def anchored_loss(
-    log_probs: Tensor,
-    behavior_log_probs: Tensor,
-    proximal_log_probs: Tensor | None,
-    advantages: Tensor,
-    mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    ess: Tensor,
-    divisor: Tensor | None,
-    num_tokens: int,
-    reduction: str,
-    kl_mode: str,
-    clip_low: float,
-    clip_high: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Loss, g, scale, the [16] vector of ``P3OMetrics`` and the count, as in ``TokenLoss``.
+def sequence_loss(inputs: TokenInputs, options: LossOptions) -> TokenLoss:
+    """``inputs.ess`` is [B]."""
+    ess, cu_seqlens = inputs.ess, inputs.cu_seqlens
+    assert ess is not None and cu_seqlens is not None  # an e for each sequence comes with their offsets
 
-    ``ess`` is [B], one e for each sequence (3), or with ``proximal_log_probs`` [2], e_b and e_prox (4). ``advantages``
-    are [T], or [B] with ``cu_seqlens``.
-    """
-    options = LossOptions(num_tokens, reduction, kl_mode, clip_low, clip_high, 0.0, 0.0)
-    token_grad = torch.empty_like(log_probs, memory_format=torch.contiguous_format)
-    token_values = torch.empty_like(token_grad) if reduction == "none" else token_grad.new_empty(0)
-    tokens, parts = log_probs.numel(), []
-    size = _eager.CUDA_CHUNK if log_probs.is_cuda else _eager.CPU_CHUNK
-    for start in range(0, max(tokens, 1), size):
-        part = slice(start, min(start + size, tokens))
-        sequence = None if cu_seqlens is None else _sequence_of(cu_seqlens, part)
-        behavior = behavior_log_probs[part]
-        if proximal_log_probs is None:
-            assert sequence is not None  # an e for each sequence comes with their offsets
-            cap = ess[sequence]
-            anchors: _Anchors = (None, cap, 1.0 - cap, None)
-        else:
-            anchors = _two_anchors(behavior, proximal_log_probs[part], ess)
-        by_sequence = cu_seqlens is not None and advantages.numel() == cu_seqlens.numel() - 1
-        given = advantages[sequence] if by_sequence else advantages[part]
-        valid = torch.ones_like(behavior, dtype=torch.bool) if mask is None else mask[part]
-        token_grad[part], values, sums = _terms(log_probs[part], behavior, given, valid, anchors, options)
-        if reduction == "none":
+    def of_sequences(part: slice) -> _Anchors:
+        cap = ess[_sequence_of(cu_seqlens, part)]
+        return None, cap, 1.0 - cap, None
+
+    return _loss(inputs, options, of_sequences)
+
+
+def two_anchor_loss(
+    inputs: TokenInputs, proximal: Tensor, proximal_ess: Tensor, options: LossOptions
+) -> tuple[TokenLoss, Tensor]:
+    """The loss and e []; ``inputs.ess`` is e_b."""
+    assert inputs.ess is not None
+    ess = torch.stack([inputs.ess, proximal_ess])
+    result = _loss(inputs, options, lambda part: _two_anchors(inputs.behavior_log_probs[part], proximal[part], ess))
+    return result, ess.amin()
+
+
+def _loss(inputs: TokenInputs, options: LossOptions, anchors_of: Callable[[slice], _Anchors]) -> TokenLoss:
+    log_probs, cu_seqlens = inputs.log_probs, inputs.cu_seqlens
+    by_sequence = cu_seqlens if cu_seqlens is not None and inputs.advantages.numel() == cu_seqlens.numel() - 1 else None
+    token_grad = torch.empty_like(log_probs)
+    token_values = torch.empty_like(log_probs) if options.reduction == "none" else log_probs.new_empty(0)
+    parts = []
+    for part in _eager.chunks(log_probs):
+        behavior = inputs.behavior_log_probs[part]
+        advantages = inputs.advantages[part if by_sequence is None else _sequence_of(by_sequence, part)]
+        valid = torch.ones_like(behavior, dtype=torch.bool) if inputs.mask is None else inputs.mask[part]
+        terms = _terms(log_probs[part], behavior, advantages, valid, anchors_of(part), options)
+        token_grad[part], values, sums = terms
+        if options.reduction == "none":
             token_values[part] = values
         parts.append(sums)
     stacked = torch.stack(parts)
-    loss, scale, metrics, count = _finish(divisor, options, stacked[:, :-1].sum(0), stacked[:, -1].amax()[None])
-    return token_values if reduction == "none" else loss, token_grad, scale, metrics, count
-
-
-@anchored_loss.register_fake
-def _(log_probs: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    token_grad = log_probs.new_empty(log_probs.numel())
-    loss = log_probs.new_empty(log_probs.numel() if arguments[8] == "none" else ())
-    wide = log_probs.new_empty((), dtype=torch.float64)
-    return loss, token_grad, wide, wide.new_empty(NUM_METRICS), wide.new_empty((), dtype=torch.int64)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, token_grad, scale, metrics, count = output
-    ctx.save_for_backward(token_grad, scale)
-    ctx.mark_non_differentiable(token_grad, scale, metrics, count)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, grad_output: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    if grad_output is None:
-        return (None,) * 13
-    token_grad, scale = ctx.saved_tensors
-    return token_grad * (scale.float() * grad_output), *(None,) * 12
-
-
-anchored_loss.register_autograd(_backward, setup_context=_save)
+    loss, scale, metrics, count = _finish(inputs.divisor, options, stacked[:, :-1].sum(0), stacked[:, -1].amax()[None])
+    return TokenLoss(token_values if options.reduction == "none" else loss, token_grad, scale, metrics, count)
 
 
 def _sum(values: Tensor) -> Tensor:
@@ -217,11 +185,3 @@ def _finish(
     ratio_part = _scalars.mark_overflow(sums[:4])
     total = torch.where(ratio_part[3] == 0, sums[13], torch.nan)
     return loss, scale, torch.cat([ratio_part, sums[4:13], total[None], sums[14:], largest]), count
-
-
-def flat(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).float()
-
-
-def flat_mask(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask.reshape(-1)
