@@ -23,7 +23,12 @@ _ESTIMATOR = "--advantage-estimator"
 _DEFAULTS = Objective()
 
 _ARGUMENTS: dict[str, dict[str, Any]] = {
-    _ESTIMATOR: {"choices": ESTIMATORS, "default": _DEFAULTS.advantage_estimator, "help": "Loss and advantages."},
+    _ESTIMATOR: {
+        "choices": ESTIMATORS,
+        "default": _DEFAULTS.advantage_estimator,
+        "help": "Loss and advantages. The others are there to compare P3O with: the clipped ratio of GRPO, the clipped "
+        "constant weight of CISPO, and the plain policy gradient, which has no ratio.",
+    },
     "--p3o-ess-scope": {
         "choices": SCOPES,
         "default": _DEFAULTS.ess_scope,
@@ -39,8 +44,10 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "--p3o-kl-mode": {
         "choices": KL_MODES,
         "default": _DEFAULTS.kl_mode,
-        "help": "Gradient of the pull back to the behavior policy. Values are the same; the gradient of proxy has the "
-        "wrong sign at log-ratios below -10, where it pushes a token further away, so proxy_safe is the default.",
+        "help": "Pull back to the behavior policy. proxy_safe and proxy have the same values; the gradient of proxy "
+        "has the wrong sign at log-ratios below -10, where it pushes a token further away, so proxy_safe is the "
+        "default. importance: the unbiased estimate, weighted by the ratio. off: no pull, for comparisons, step "
+        "scope alone.",
     },
     "--loss-from-hidden": {
         "action": "store_true",
@@ -49,12 +56,14 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "--clip-low": {
         "type": float,
         "default": _DEFAULTS.clip_low,
-        "help": "GRPO: ratios are clipped below 1 - this. P3O: a metric counts ratios below that, nothing is clipped.",
+        "help": "GRPO and CISPO: ratios are clipped below 1 - this; CISPO is published with 1, which is no lower "
+        "bound. P3O and PG: a metric counts ratios below that, nothing is clipped.",
     },
     "--clip-high": {
         "type": float,
         "default": _DEFAULTS.clip_high,
-        "help": "GRPO: ratios are clipped above 1 + this. P3O: a metric counts ratios above that, nothing is clipped.",
+        "help": "GRPO and CISPO: ratios are clipped above 1 + this. P3O and PG: a metric counts ratios above that, "
+        "nothing is clipped.",
     },
     "--entropy-coef": {"type": float, "default": _DEFAULTS.entropy_coef, "help": "Weight of the entropy bonus."},
     "--kl-loss-coef": {
@@ -112,7 +121,8 @@ def add_p3o_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     """Adds the group "p3o" to ``parser``, which is returned; a second call adds nothing.
 
     Flags that the parser has already stay as they are, default and help included, so call this after a framework has
-    added its own. The one exception: where ``--advantage-estimator`` has choices, p3o and grpo join them.
+    added its own. The one exception: where ``--advantage-estimator`` has choices, those of ``ESTIMATORS`` join
+    them.
     """
     # argparse has no public way to ask: with conflict_handler="resolve" adding would replace
     present = parser._option_string_actions
@@ -132,7 +142,7 @@ def validate_p3o_arguments(args: Any) -> None:
 
     Args:
         args: any namespace; attributes that are absent or None mean that a feature is absent. Nothing is checked unless
-            ``advantage_estimator`` is p3o or grpo, and for grpo only what holds for both.
+            ``advantage_estimator`` is one of ``ESTIMATORS``, and for others than p3o only what holds for all of them.
 
     Raises:
         ValueError: one for all violated rules (``p3o_train.refusals.RULES``): flag, value, reason, what to set.

@@ -1,4 +1,7 @@
-"""The command line: ``p3o train``, ``export``, ``parity`` and ``doctor``, also as ``python -m p3o_train``."""
+"""The command line: ``p3o train``, ``export``, ``plot``, ``report``, ``study``, ``parity`` and ``doctor``.
+
+Also as ``python -m p3o_train``.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,20 @@ from p3o_train.config import PRESETS, SamplingSettings, add_train_arguments, con
 from p3o_train.contract import ContractViolation
 from p3o_train.engine import EngineError
 from p3o_train.parity import add_parity_arguments, run_parity
+from p3o_train.plots import add_plot_arguments, run_plot
+from p3o_train.report import add_report_arguments, run_report
 from p3o_train.reward_workers import RewardFailed
+from p3o_train.rollout_files import RolloutFileError
 from p3o_train.run import RunRefused, export, train
+from p3o_train.study.command import add_study_arguments, run_study
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; the exit status."""
     args = parse(argv)
-    if args.command == "doctor":
-        print(doctor.report())
-        return 0 if doctor.healthy() else 1
-    if args.command == "parity":
-        return run_parity(args)
+    simple = {"doctor": _doctor, "parity": run_parity, "plot": run_plot, "report": run_report, "study": run_study}
+    if args.command in simple:
+        return simple[args.command](args)
     try:
         action = _action(args)
     except ValueError as error:
@@ -41,12 +46,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         action()
     except RunRefused as error:
         return _stopped(args, error, 2)
-    except (EngineError, RewardFailed, ContractViolation) as error:
+    except (EngineError, RewardFailed, ContractViolation, RolloutFileError) as error:
         return _stopped(args, error, 1)
+    except OSError as error:  # a full disk, a directory that went away: the text names the file
+        return _stopped(args, f"{error}; once that is repaired, --resume goes on from the last checkpoint", 1)
     except KeyboardInterrupt:
         _say(f"\nStopped. To go on from the last checkpoint, add --resume (run directory {args.run_dir}).")
         return 130
     return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    print(doctor.report())
+    return 0 if doctor.healthy() else 1
 
 
 def _action(args: argparse.Namespace) -> Callable[[], None]:
@@ -100,20 +112,30 @@ def _sampling(args: argparse.Namespace) -> SamplingSettings:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Flags of any command; a preset gives defaults, and flags win over it."""
+    parser, commands = parsers()
+    args = parser.parse_args(argv)
+    if args.command in ("train", "export") and args.preset:
+        for name in ("train", "export"):
+            commands[name].set_defaults(**PRESETS[args.preset])
+        args = parser.parse_args(argv)
+    return args
+
+
+def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """A new parser of the command line, and those of its commands by name."""
     parser = argparse.ArgumentParser(prog="p3o", description="P3O training on Megatron-Core")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="print versions, devices, what will be used and what is missing")
     differences = "how far loss, ESS and gradient are from another implementation's, on one batch"
     add_parity_arguments(commands.add_parser("parity", help=differences))
-    run = _with_flags(commands, "train", "train a model")
+    add_plot_arguments(commands.add_parser("plot", help="draw runs into one picture"))
+    add_report_arguments(commands.add_parser("report", help="write runs, with what stands out, into one HTML file"))
+    comparison = "P3O beside GRPO, CISPO and PG on a small task: hundreds of short runs, tables, pictures, a page"
+    add_study_arguments(commands.add_parser("study", help=comparison))
+    _with_flags(commands, "train", "train a model")
     write = _with_flags(commands, "export", "write the weights of a run in Hugging Face form")
     write.add_argument("--output", required=True, help="directory that is made for config.json and model.safetensors")
-    args = parser.parse_args(argv)
-    if args.command in ("train", "export") and args.preset:
-        for one in (run, write):
-            one.set_defaults(**PRESETS[args.preset])
-        args = parser.parse_args(argv)
-    return args
+    return parser, dict(commands.choices)
 
 
 def _with_flags(commands: Any, name: str, text: str) -> argparse.ArgumentParser:

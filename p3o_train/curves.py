@@ -15,7 +15,12 @@ if TYPE_CHECKING:  # drawing is optional: matplotlib is imported by the function
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-METHODS = {"p3o": ("P3O", "tab:blue"), "grpo": ("GRPO", "tab:orange")}
+METHODS = {
+    "p3o": ("P3O", "tab:blue"),
+    "grpo": ("GRPO", "tab:orange"),
+    "cispo": ("CISPO", "tab:green"),
+    "pg": ("policy gradient", "tab:red"),
+}
 """Name in train/<name>/ -> label, and colour of what belongs to the method as a whole."""
 DPI = 120
 _FEW_POINTS = 60

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from p3o_kernels import P3OMetrics
+from p3o_train.histogram import NUM_BINS, named_counts
 from p3o_train.parallel import ParallelGroups, merge_rows
 
 MAX_NAMES = 64
@@ -22,10 +23,11 @@ MAX_NAMES = 64
 Number = float | Tensor
 
 # The vector that crosses ranks: P3O's sums and, last of them, its maximum; whether there are any; which names follow;
-# the sum of every name; the weight of every name.
+# the sum of every name; the weight of every name; how many tokens have which log-ratio.
 _NUM_P3O = P3OMetrics.zeros().vector.numel()
 _MAXIMUM, _HAS_P3O, _NAMES, _SUMS = _NUM_P3O - 1, _NUM_P3O, _NUM_P3O + 1, _NUM_P3O + 2
 _WEIGHTS = _SUMS + MAX_NAMES
+_COUNTS = _WEIGHTS + MAX_NAMES
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +95,7 @@ def global_means(
     groups: ParallelGroups,
     device: torch.device | str,
     prefix: str = "train/p3o/",
+    histogram: Tensor | None = None,
 ) -> dict[str, float]:
     """Means over all tokens or samples of the step, the same bits on every rank of DP x CP and on every stage.
 
@@ -106,13 +109,15 @@ def global_means(
             any, the numbers are left out.
         device: where the collectives of the groups work.
         prefix: of the names of ``P3OMetrics``.
+        histogram: [``NUM_BINS``] int64 counts of this rank, whose sums are reported as ``named_counts`` names them.
+            None counts as no token.
 
     Raises:
         ValueError: names that differ between ranks, more than ``MAX_NAMES``, or one that ``prefix`` gives to P3O. On
             all ranks of DP x CP and of the stages before them; if only an earlier stage has other names, there alone.
     """
     names = sorted(sums.sums)
-    vector = _packed([sums.sums[name] for name in names[:MAX_NAMES]], p3o, _digest(names), device)
+    vector = _packed([sums.sums[name] for name in names[:MAX_NAMES]], p3o, histogram, _digest(names), device)
     total = merge_rows(vector, groups, _merge).cpu()
     if total[_NAMES] != _digest(names):
         raise ValueError(
@@ -121,12 +126,12 @@ def global_means(
         )
     if len(names) > MAX_NAMES:
         raise ValueError(f"sums must have at most {MAX_NAMES} names, got {len(names)}: {names}")
-    weighed = zip(names, total[_SUMS:_WEIGHTS].tolist(), total[_WEIGHTS:].tolist(), strict=False)
+    weighed = zip(names, total[_SUMS:_WEIGHTS].tolist(), total[_WEIGHTS:_COUNTS].tolist(), strict=False)
     means = {name: value / weight for name, value, weight in weighed if weight}
     named = P3OMetrics(total[:_NUM_P3O]).to_dict(prefix)
     if taken := sorted(named.keys() & set(names)):
         raise ValueError(f"names of sums must not be those of P3O's metrics, got {taken}; choose others")
-    return means | (named if total[_HAS_P3O] else {})
+    return means | (named if total[_HAS_P3O] else {}) | named_counts(total[_COUNTS:].tolist())
 
 
 def _digest(names: list[str]) -> float:
@@ -135,10 +140,14 @@ def _digest(names: list[str]) -> float:
 
 
 def _packed(
-    pairs: list[tuple[Number, Number]], p3o: P3OMetrics | None, digest: float, device: torch.device | str
+    pairs: list[tuple[Number, Number]],
+    p3o: P3OMetrics | None,
+    histogram: Tensor | None,
+    digest: float,
+    device: torch.device | str,
 ) -> Tensor:
     """One float64 vector; Python numbers cross to the device together."""
-    numbers: list[Number] = [0.0] * (_WEIGHTS + MAX_NAMES)
+    numbers: list[Number] = [0.0] * (_COUNTS + NUM_BINS)
     numbers[_HAS_P3O], numbers[_NAMES] = float(p3o is not None), digest
     for place, (total, weight) in enumerate(pairs):
         numbers[_SUMS + place], numbers[_WEIGHTS + place] = total, weight
@@ -149,6 +158,8 @@ def _packed(
             vector[place] = number
     if p3o is not None:
         vector[:_NUM_P3O] = p3o.vector
+    if histogram is not None:
+        vector[_COUNTS:] = histogram
     return vector
 
 

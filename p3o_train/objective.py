@@ -21,14 +21,15 @@ from p3o_kernels import (
     p3o_loss_from_logits,
     token_log_probs,
 )
-from p3o_train.grpo import grpo_loss
+from p3o_train.baselines import BASELINES, baseline_loss
 from p3o_train.kept import kept_log_probs
 from p3o_train.parallel import ParallelGroups
 from p3o_train.types import PackedBatch
 
-ESTIMATORS = ("p3o", "grpo")
+ESTIMATORS = ("p3o", *BASELINES)
 SCOPES = ("micro-batch", "step")
 SOURCES = ("prepass", "reuse")
+WITHOUT_PULL = "P3O without its pull is there for comparisons, and takes the frozen e of a step alone"
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,10 @@ class Objective:
     """What is optimised; most fields are those of ``p3o_kernels.p3o_loss_from_logits`` of the same names."""
 
     advantage_estimator: str = "p3o"
-    """"p3o", or "grpo" (see ``p3o_train.grpo``) on the same tokens and counts, for comparison."""
+    """"p3o", or for comparison, on the same tokens and counts, "grpo", "cispo" or "pg" (``p3o_train.baselines``)."""
     ess_scope: str = "micro-batch"
     """"micro-batch": e from the tokens of each micro-batch index, over DP x CP. "step": one frozen e for the optimizer
-    step. GRPO has no e and ignores it."""
+    step. The other estimators have no e and ignore it."""
     context_source: str = "prepass"
     """Of a step's e. "prepass": a forward pass without gradients before the training pass. "reuse": the trainer's own
     log-prob pass, when it ran with these weights; no extra forward pass."""
@@ -47,9 +48,11 @@ class Objective:
     """The output layer is bypassed: log-probs and gradients come from hidden states and its weight, tile by tile, and
     [T, V] logits never exist."""
     kl_mode: str = "proxy_safe"
+    """Of P3O; "off" leaves the pull towards the behavior policy out, and needs step scope."""
     clip_low: float = 0.2
     clip_high: float = 0.2
-    """For P3O margins of a metric, for GRPO the clip range."""
+    """For GRPO and CISPO the clip range, otherwise margins of a metric. CISPO is published with clip_low 1, which is no
+    lower bound."""
     entropy_coef: float = 0.0
     ref_kl_coef: float = 0.0
     temperature: float = 1.0
@@ -63,6 +66,8 @@ class Objective:
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
+        if self.advantage_estimator == "p3o" and self.kl_mode == "off" and self.ess_scope != "step":
+            raise ValueError(f'kl_mode="off" needs ess_scope="step", got {self.ess_scope!r}: {WITHOUT_PULL}')
 
     @property
     def needs_context(self) -> bool:
@@ -76,6 +81,8 @@ class LossSum(NamedTuple):
     loss: Tensor
     """[] float32, a sum over tokens, connected to the model also without a valid token."""
     metrics: P3OMetrics
+    log_probs: Tensor | None = None
+    """[T] float32, detached; None where the loss makes them inside of a kernel."""
 
 
 def micro_batch_log_probs(
@@ -125,7 +132,7 @@ def micro_batch_loss(
     Args:
         rows, weight: as in ``micro_batch_log_probs``.
         batch: the micro-batch; a dummy enters the collectives as well.
-        context: the frozen e of the step; needed in step scope, refused in micro-batch scope and with GRPO.
+        context: the frozen e of the step; needed in step scope, refused in micro-batch scope and without P3O.
         ref_log_probs: [T] of a reference policy, needed for ``ref_kl_coef``.
 
     Raises:
@@ -138,8 +145,8 @@ def micro_batch_loss(
         )
     if not objective.needs_context and context is not None:
         raise ValueError('only P3O with ess_scope="step" takes a frozen e, but a context was given')
-    if objective.advantage_estimator == "grpo":
-        return _grpo(rows, batch, objective, groups, weight, ref_log_probs)
+    if objective.advantage_estimator != "p3o" or objective.kl_mode == "off":
+        return _baseline(rows, batch, objective, groups, context, weight, ref_log_probs)
     options: dict[str, Any] = {
         "cu_seqlens": batch.local_cu_seqlens,
         "context": context,
@@ -197,11 +204,12 @@ def _p3o_over_kept(
     return LossSum(made.loss, made.metrics)
 
 
-def _grpo(
+def _baseline(
     rows: Tensor,
     batch: PackedBatch,
     objective: Objective,
     groups: ParallelGroups,
+    context: ESSContext | None,
     weight: Tensor | None,
     ref_log_probs: Tensor | None,
 ) -> LossSum:
@@ -209,14 +217,16 @@ def _grpo(
     made = micro_batch_log_probs(rows, batch, objective, groups, weight, bool(objective.entropy_coef))
     if objective.entropy_coef:
         made, entropy = made
-    loss, metrics = grpo_loss(
+    loss, metrics = baseline_loss(
+        objective.advantage_estimator,
         made,
         batch,
         clip_low=objective.clip_low,
         clip_high=objective.clip_high,
+        ess=None if context is None else context.ess,
         entropy=entropy,
         entropy_coef=objective.entropy_coef,
         ref_log_probs=ref_log_probs,
         ref_kl_coef=objective.ref_kl_coef,
     )
-    return LossSum(loss, metrics)
+    return LossSum(loss, metrics, made.detach())

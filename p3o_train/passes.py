@@ -4,7 +4,7 @@
                             2. forward and backward with that e, over the same micro-batches
     step scope, reuse       1. no pass: S1, S2, N from the log-probs of ``policy_log_probs``, run with these weights
     micro-batch scope       2. alone: every micro-batch reduces its own e
-    GRPO                    2. alone
+    GRPO, CISPO, PG         2. alone
 
 Gradients are left as Megatron leaves them: summed over tokens, divided once by the token count of the whole step.
 """
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from p3o_kernels import ESSContext, P3OMetrics, RatioStats, ratio_stats
+from p3o_train.histogram import RatioHistogram
 from p3o_train.objective import Objective, micro_batch_log_probs, micro_batch_loss
 from p3o_train.parallel import ParallelGroups, check_equal_counts, together
 from p3o_train.replay import MicroBatches, ReplayCheck, replayed
@@ -52,6 +53,9 @@ class StepResult(NamedTuple):
     """What e took, up to its arrival on the host; 0 where there is none to be known before."""
     version_ess: dict[int, float]
     """Weight version -> e of the tokens that it sampled; empty unless asked for, and without step scope."""
+    histogram: Tensor | None
+    """[``NUM_BINS``] int64: this rank's valid tokens by log-ratio (``p3o_train.histogram``). None where no log-probs
+    leave the loss: in P3O's micro-batch scope, and on pipeline stages before the last one."""
 
 
 def policy_log_probs(
@@ -134,13 +138,14 @@ def step_gradients(
     context: ESSContext | None = None
     prepass_seconds = 0.0
     versions = VersionStatistics(sampled_by if objective.needs_context else ())
+    histogram = RatioHistogram()
     with _undone_on_error(iterator):
         if objective.needs_context:
             begin = time.perf_counter()
-            context = _frozen_context(model, iterator, objective, groups, check, reused, versions)
+            context = _frozen_context(model, iterator, objective, groups, check, reused, versions, histogram)
             prepass_seconds = time.perf_counter() - begin
-        metrics = _training_pass(model, config, iterator, objective, groups, check, context, references)
-    return StepResult(context, metrics, prepass_seconds, versions.ess(groups, device))
+        metrics = _training_pass(model, config, iterator, objective, groups, check, context, references, histogram)
+    return StepResult(context, metrics, prepass_seconds, versions.ess(groups, device), histogram.counts)
 
 
 def _device(model: Sequence[Any]) -> torch.device:
@@ -201,6 +206,7 @@ def _frozen_context(
     check: ReplayCheck,
     reused: PolicyLogProbs | None,
     versions: VersionStatistics,
+    histogram: RatioHistogram,
 ) -> ESSContext:
     statistics = StepStatistics()
     device = _device(model)
@@ -208,6 +214,7 @@ def _frozen_context(
     def add(log_probs: Tensor, batch: PackedBatch) -> None:
         statistics.add(ratio_stats(log_probs, batch.behavior_log_probs, batch.mask))
         versions.add(log_probs, batch)
+        histogram.add(log_probs, batch)
 
     def collect(rows: Tensor, batch: PackedBatch, weight: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
         add(micro_batch_log_probs(rows, batch, objective, groups, weight), batch)
@@ -254,17 +261,17 @@ def _training_pass(
     check: ReplayCheck,
     context: ESSContext | None,
     references: Iterator[Tensor | None],
+    histogram: RatioHistogram,
 ) -> P3OMetrics | None:
-    metrics: list[Tensor] = []
-    begun: list[PackedBatch] = []
-    failures: list[Exception] = []
-    device = _device(model)
-    meeting = _meeting(objective, groups)
+    metrics, begun, failures = list[Tensor](), list[PackedBatch](), list[Exception]()
+    device, meeting = _device(model), _meeting(objective, groups)
 
     def loss(rows: Tensor, batch: PackedBatch, weight: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
         begun.append(batch)
         made = micro_batch_loss(rows, batch, objective, groups, context, weight, next(references))
         metrics.append(made.metrics.vector)
+        if made.log_probs is not None and context is None:  # with a context its pass has counted already
+            histogram.add(made.log_probs, batch)
         return made.loss, {"loss_sum": made.loss.detach()}
 
     def invalid_tokens() -> Tensor | None:

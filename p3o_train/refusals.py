@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from p3o_train.objective import SCOPES, SOURCES
+from p3o_train.objective import SCOPES, SOURCES, WITHOUT_PULL
 from p3o_train.rules import (
     Rule,
     above_zero,
@@ -34,8 +34,8 @@ from p3o_train.rules import (
     whole,
 )
 
-KL_MODES = ("proxy_safe", "proxy")
-"""Of the command line; the kernels know others, for experiments with the loss alone."""
+KL_MODES = ("proxy_safe", "proxy", "importance", "off")
+"""The pull of P3O towards the behavior policy: how it is estimated, or that there is none."""
 
 _LEAVE_OUT = {
     "use_tis": "P3O weights every token by its capped ratio already, and a second importance weight double-corrects",
@@ -117,6 +117,14 @@ def _truncating(name: str, everything: float) -> Rule:
 
 RULES: tuple[Rule, ...] = (
     *map(_choice, _CHOICES),
+    Rule(
+        "no pull in micro-batch scope",
+        micro_batch_scope,
+        ("p3o_kl_mode", "p3o_ess_scope"),
+        lambda args: value_of(args, "p3o_kl_mode") == "off",
+        WITHOUT_PULL,
+        "set --p3o-ess-scope step, or --p3o-kl-mode proxy_safe",
+    ),
     Rule(
         "behavior log-probs",
         p3o,

@@ -1,10 +1,13 @@
-"""Where the numbers of a step go: a file of JSON lines always, TensorBoard and Weights & Biases as wanted.
+"""Where the numbers of a step go: files of JSON lines always, TensorBoard and Weights & Biases as wanted.
 
 Only the rank that logs opens sinks.
 
 A line of the file is one strict JSON object, ``{"step": 3, "train/reward_mean": 0.5}``. JSON has neither NaN nor
 infinity, so such a number is written as null: readers of tables take null for a missing number and keep the column
 numeric. ``read_jsonl`` gives it back as NaN.
+
+Counts of log-ratios (``p3o_train.histogram``) are no numbers to draw over the steps: they have a file of their own, and
+the other places do not get them.
 """
 
 from __future__ import annotations
@@ -19,7 +22,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from p3o_train.histogram import PREFIX
+
 FILE_NAME = "metrics.jsonl"
+HISTOGRAM_FILE = "ratio_histogram.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 
 _log = logging.getLogger(__name__)
@@ -67,7 +73,7 @@ class JsonlSink:
         """
         if "step" in values:
             raise ValueError(f'values must not have the name "step", which is that of the step itself; got {values}')
-        numbers = {name: float(value) for name, value in values.items()}
+        numbers = {name: float(value) for name, value in _to_draw(values).items()}
         for name in [name for name, number in numbers.items() if not math.isfinite(number)]:
             if name not in self._warned:
                 _log.warning("step %d: %s is %s, written as null from now on", step, name, numbers[name])
@@ -150,6 +156,31 @@ def _replace(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
+class HistogramSink:
+    """The counts of log-ratios, and nothing else: ``{"step": 3, "-0.01": 17.0, "0.001": 4.0}``, by the lower edges of
+    the bins that are not empty. A step without counts has no line.
+
+    Arguments and errors are those of ``JsonlSink``.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], resume_step: int | None = None) -> None:
+        self._lines = JsonlSink(path, resume_step)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """One line, where there are counts."""
+        counts = {name.removeprefix(PREFIX): value for name, value in values.items() if name.startswith(PREFIX)}
+        if counts:
+            self._lines.write(step, counts)
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._lines.close()
+
+
+def _to_draw(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if not name.startswith(PREFIX)}
+
+
 class TensorBoardSink:
     """Event files in ``directory``.
 
@@ -170,7 +201,7 @@ class TensorBoardSink:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """One scalar each."""
-        for name, value in values.items():
+        for name, value in _to_draw(values).items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
@@ -202,7 +233,7 @@ class WandbSink:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """All numbers at once."""
-        self._run.log(dict(values), step=step)
+        self._run.log(_to_draw(values), step=step)
 
     def close(self) -> None:
         """Ends the run."""
@@ -217,7 +248,8 @@ def open_sinks(
     resume_step: int | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> list[Sink]:
-    """The sinks of a run, ``directory/metrics.jsonl`` first. One line of the log says which.
+    """The sinks of a run, ``directory/metrics.jsonl`` first and ``directory/ratio_histogram.jsonl`` second. One line of
+    the log says which.
 
     Args:
         directory: the folder of the run, made if needed; its name is that of the run in Weights & Biases.
@@ -232,10 +264,11 @@ def open_sinks(
     """
     directory = Path(directory)
     installed = importlib.util.find_spec("tensorboard") is not None
-    _kept_bytes(directory / FILE_NAME, resume_step)  # for its errors: before anything is begun elsewhere
+    for name in (FILE_NAME, HISTOGRAM_FILE):  # for their errors: before anything is begun elsewhere
+        _kept_bytes(directory / name, resume_step)
     directory.mkdir(parents=True, exist_ok=True)
     sinks: list[Sink] = []
-    places = [str(directory / FILE_NAME)]
+    places = [str(directory / FILE_NAME), str(directory / HISTOGRAM_FILE)]
     with contextlib.ExitStack() as opened:
         if installed if tensorboard is None else tensorboard:
             sinks.append(TensorBoardSink(directory / TENSORBOARD_FOLDER, resume_step))
@@ -249,6 +282,8 @@ def open_sinks(
             places.append(f"the W&B project {wandb_project}")
         # last, so that a second try after an error above finds no file
         sinks.insert(0, JsonlSink(directory / FILE_NAME, resume_step))
+        opened.callback(sinks[0].close)
+        sinks.insert(1, HistogramSink(directory / HISTOGRAM_FILE, resume_step))
         opened.pop_all()
     _log.info("the numbers of every step go to %s", ", ".join(places))
     return sinks

@@ -63,7 +63,10 @@ class Trainer:
         self._probed = False
 
     def run(self) -> Iterator[tuple[int, Row]]:
-        """Trains to the end; yields (step, its numbers) after each optimizer step, the same on every rank."""
+        """Trains to the end; yields (step, its numbers) after each optimizer step, the same on every rank.
+
+        Counts of log-ratios are among the numbers, under ``p3o_train.histogram.PREFIX``.
+        """
         config = self.config
         sync = self.hand_over_weights()
         while self.next_rollout < config.num_rollouts:
@@ -229,7 +232,14 @@ class Trainer:
             "train/reward_failures": self.rollouts.reward_failures,
             "train/dropped_responses": len(samples) - len(scored),
             **age_row(samples, self.next_rollout, result.version_ess, prefix),
-            **global_means(MetricSums({}), result.metrics, self.trainee.groups, self.trainee.device, prefix=prefix),
+            **global_means(
+                MetricSums({}),
+                result.metrics,
+                self.trainee.groups,
+                self.trainee.device,
+                prefix=prefix,
+                histogram=result.histogram,
+            ),
         }
 
     def _finish_rollout(self) -> float:

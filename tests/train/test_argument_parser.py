@@ -13,6 +13,8 @@ from p3o_train.arguments import (
 )
 from p3o_train.objective import Objective
 
+ESTIMATORS = ("p3o", "grpo", "cispo", "pg")
+
 
 def test_our_own_parser():
     parser = argparse.ArgumentParser()
@@ -47,6 +49,13 @@ def test_help_says_why_proxy_is_not_the_default():
     assert "wrong sign at log-ratios below -10" in text
 
 
+def test_help_has_every_method_of_comparison():
+    text = " ".join(add_p3o_arguments(argparse.ArgumentParser()).format_help().split())
+    assert "{p3o,grpo,cispo,pg}" in text and "{proxy_safe,proxy,importance,off}" in text
+    for part in ("plain policy gradient, which has no ratio", "published with 1, which is no lower bound", "no pull"):
+        assert part in text
+
+
 @pytest.mark.parametrize("conflict_handler", ["error", "resolve"])
 @pytest.mark.parametrize("choices", [["gspo", "grpo"], ("ppo",), None])
 def test_what_a_parser_has_it_keeps(conflict_handler, choices):
@@ -66,7 +75,7 @@ def test_what_a_parser_has_it_keeps(conflict_handler, choices):
         if choices is None:
             assert estimator.choices is None
         else:
-            assert estimator.choices == [*original, *(name for name in ("p3o", "grpo") if name not in original)]
+            assert estimator.choices == [*original, *(name for name in ESTIMATORS if name not in original)]
             assert list(choices) == original
     assert parser.format_help().count("\np3o:\n") == 1
 

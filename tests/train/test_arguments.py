@@ -17,6 +17,7 @@ BROKEN = {
     "p3o_ess_scope": ({"p3o_ess_scope": "global"}, "--p3o-ess-scope 'global'", "micro-batch, step"),
     "p3o_context_source": ({**STEP, "p3o_context_source": "old"}, "--p3o-context-source 'old'", "prepass, reuse"),
     "p3o_kl_mode": ({"p3o_kl_mode": "exact"}, "--p3o-kl-mode 'exact'", "full-vocabulary behavior logits"),
+    "no pull in micro-batch scope": ({"p3o_kl_mode": "off"}, "--p3o-kl-mode 'off'", "set --p3o-ess-scope step, or"),
     "behavior log-probs": ({"use_rollout_logprobs": False}, "--use-rollout-logprobs False", "no importance ratio"),
     "token mean": ({"calculate_per_token_loss": False}, "--calculate-per-token-loss", "per-micro-batch denominator"),
     "rollout_top_p": ({"rollout_top_p": 0.95}, "--rollout-top-p 0.95", "untruncated rollout distribution"),
@@ -94,6 +95,8 @@ ACCEPTED = {
     "several steps with a pre-pass": {**STEP, "num_steps_per_rollout": 4},
     "old actor with a pre-pass": {**STEP, "keep_old_actor": True},
     "proxy": {"p3o_kl_mode": "proxy"},
+    "importance": {"p3o_kl_mode": "importance"},
+    "no pull in step scope": {**STEP, "p3o_kl_mode": "off"},
     "truncation with its tokens": {"rollout_top_p": 0.9, "rollout_top_k": 50, "record_kept_tokens": True},
     "no truncation, as integers": {"rollout_top_p": 1, "rollout_top_k": -1},
     "a temperature": {"rollout_temperature": 0.6, "temperature_convention": "mismatch"},
@@ -218,12 +221,13 @@ def test_all_violations_at_once():
     assert all(sum(f"--{flag} " in line.split(":")[0] for line in lines) == 1 for flag in flags)
 
 
-def test_rules_of_p3o_are_not_those_of_grpo():
+@pytest.mark.parametrize("estimator", ["grpo", "cispo", "pg"])
+def test_rules_of_p3o_are_not_those_of_others(estimator):
     everything = {name: value for changes, _, _ in BROKEN.values() for name, value in changes.items()}
     both = {"record_kept_tokens", "loss_from_hidden"}
     both |= {"clip_low", "clip_high", "entropy_coef", "kl_loss_coef", "rollout_temperature", "update_weights_interval"}
-    grpo = {name: value for name, value in everything.items() if name not in both}
-    validate_p3o_arguments(Namespace(advantage_estimator="grpo", **grpo))
+    others = {name: value for name, value in everything.items() if name not in both}
+    validate_p3o_arguments(Namespace(advantage_estimator=estimator, **others))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """The command line before anything runs: flags, presets, refusals. What runs is in tests/megatron."""
 
 import dataclasses
+import errno
 import json
+import re
 import subprocess
 import sys
 
@@ -9,6 +11,8 @@ import pytest
 
 from p3o_train import cli
 from p3o_train.config import PRESETS, TrainConfig
+from p3o_train.engine import EngineError
+from p3o_train.rollout_files import RolloutFileError
 
 
 def test_flags_win_over_the_preset_and_the_preset_over_defaults():
@@ -53,6 +57,28 @@ def test_a_missing_package_is_named_before_anything_is_written(monkeypatch, tmp_
     assert cli.main(["train", "--preset", "tiny", "--run-dir", str(tmp_path / "run")]) == 1
     assert "megatron-core is missing. `p3o doctor` says what to do" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "iter_7/model.pt"), r"No space .*iter_7/model\.pt.*--resume"),
+        (
+            RolloutFileError("rollout_3.jsonl, line 2: not a sample"),
+            r"p3o train: rollout_3\.jsonl, line 2: not a sample$",
+        ),
+        (EngineError("http://a: gone"), "p3o train: http://a: gone$"),
+    ],
+)
+def test_what_ends_a_run_is_said_in_one_line(error, message, monkeypatch, tmp_path, capsys):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(cli, "train", fail)
+    monkeypatch.setattr(cli.doctor, "problems", list)
+    assert cli.main(["train", "--preset", "tiny", "--run-dir", str(tmp_path / "run")]) == 1
+    said = capsys.readouterr().err.strip()
+    assert re.search(message, said) and "\n" not in said
 
 
 def test_an_unknown_command_shows_the_known_ones(capsys):

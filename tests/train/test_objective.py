@@ -131,7 +131,11 @@ def test_unknown_choice(name):
         Objective(**{name: "batch"})
 
 
-@pytest.mark.parametrize("objective", [Objective(), STEP, Objective(advantage_estimator="grpo")], ids=str)
+@pytest.mark.parametrize(
+    "objective",
+    [Objective(), STEP, *(Objective(advantage_estimator=name) for name in ("grpo", "cispo", "pg"))],
+    ids=str,
+)
 def test_hidden_states_give_another_loss_than_logits(objective):
     """The output layer inside the loss: same sum, same gradients of hidden states and weight."""
     batch = pack(samples(), ADVANTAGES)

@@ -14,7 +14,8 @@ import numpy
 import pytest
 import torch
 
-from p3o_train.sinks import JsonlSink, TensorBoardSink, WandbSink, open_sinks, read_jsonl
+from p3o_train.histogram import PREFIX
+from p3o_train.sinks import HISTOGRAM_FILE, HistogramSink, JsonlSink, TensorBoardSink, WandbSink, open_sinks, read_jsonl
 
 TENSORBOARD = "torch.utils.tensorboard"
 
@@ -264,22 +265,28 @@ def opened(directory, **options):
 def test_all_sinks(tensorboard, wandb, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     run = tmp_path / "runs" / "first"
-    assert opened(run, wandb_project="p3o", config={"lr": 1}) == ["JsonlSink", "TensorBoardSink", "WandbSink"]
+    assert opened(run, wandb_project="p3o", config={"lr": 1}) == [
+        "JsonlSink",
+        "HistogramSink",
+        "TensorBoardSink",
+        "WandbSink",
+    ]
     assert read_jsonl(run / "metrics.jsonl") == [{"step": 0, "a": 1.0}]
     assert tensorboard[0].opened == (str(run / "tensorboard"), None) and ("a", 1.0, 0) in tensorboard[0].calls
     assert wandb[0] == ("init", {"project": "p3o", "name": "first", "config": {"lr": 1}})
     assert [record.getMessage() for record in caplog.records] == [
-        f"the numbers of every step go to {run}/metrics.jsonl, TensorBoard in {run}/tensorboard, the W&B project p3o"
+        f"the numbers of every step go to {run}/metrics.jsonl, {run}/ratio_histogram.jsonl, "
+        f"TensorBoard in {run}/tensorboard, the W&B project p3o"
     ]
 
 
 def test_tensorboard_can_be_left_out(tensorboard, tmp_path):
-    assert opened(tmp_path, tensorboard=False) == ["JsonlSink"] and tensorboard == []
+    assert opened(tmp_path, tensorboard=False) == ["JsonlSink", "HistogramSink"] and tensorboard == []
 
 
 def test_without_packages_the_file_alone_and_the_log_says_so(nothing_installed, tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    assert opened(tmp_path) == ["JsonlSink"]
+    assert opened(tmp_path) == ["JsonlSink", "HistogramSink"]
     assert "not to TensorBoard, which is not installed (pip install tensorboard)" in caplog.text
 
 
@@ -302,7 +309,7 @@ def test_after_an_error_the_other_sinks_are_closed_and_a_second_try_works(tensor
         with pytest.raises(ConnectionError):
             open_sinks(tmp_path, wandb_project="p3o")
     assert tensorboard[0].calls == ["close"]
-    assert len(opened(tmp_path, wandb_project="p3o")) == 3
+    assert len(opened(tmp_path, wandb_project="p3o")) == 4
 
 
 def test_a_file_that_exists_is_found_before_anything_begins_elsewhere(tensorboard, wandb, tmp_path):
@@ -310,5 +317,48 @@ def test_a_file_that_exists_is_found_before_anything_begins_elsewhere(tensorboar
     with pytest.raises(FileExistsError):
         open_sinks(tmp_path, wandb_project="p3o")
     assert tensorboard == [] and wandb == []
-    assert len(opened(tmp_path, wandb_project="p3o", resume_step=0)) == 3
+    assert len(opened(tmp_path, wandb_project="p3o", resume_step=0)) == 4
     assert tensorboard[0].opened[1] == 0 and read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 0, "a": 1.0}]
+
+
+COUNTED = {"train/reward_mean": 0.5, PREFIX + "-inf": 2.0, PREFIX + "0.001": 4.0}
+
+
+def test_counts_of_log_ratios_go_to_a_file_of_their_own_and_nowhere_else(tensorboard, wandb, tmp_path):
+    for sink in open_sinks(tmp_path, wandb_project="p3o"):
+        sink.write(3, COUNTED)
+        sink.write(4, {"train/reward_mean": 0.25})
+        sink.close()
+    assert (tmp_path / HISTOGRAM_FILE).read_text() == '{"step": 3, "-inf": 2.0, "0.001": 4.0}\n'
+    assert read_jsonl(tmp_path / "metrics.jsonl") == [
+        {"step": 3, "train/reward_mean": 0.5},
+        {"step": 4, "train/reward_mean": 0.25},
+    ]
+    assert [call for call in tensorboard[0].calls if call[0] == "train/reward_mean"] == [
+        ("train/reward_mean", 0.5, 3),
+        ("train/reward_mean", 0.25, 4),
+    ]
+    assert len(tensorboard[0].calls) == 5 and wandb[1] == ("log", {"train/reward_mean": 0.5}, 3)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 10], ids=["whole", "no end of line", "torn"])
+def test_a_resumed_run_has_every_histogram_once(tmp_path, cut):
+    def counted(path, steps, resume_step=None):
+        sink = HistogramSink(path, resume_step)
+        for step in steps:
+            sink.write(step, {PREFIX + "0.001": step + 1})
+        sink.close()
+        return path.read_bytes()
+
+    whole = counted(tmp_path / "whole.jsonl", range(12))
+    path = tmp_path / HISTOGRAM_FILE
+    interrupted = counted(path, range(10))
+    path.write_bytes(interrupted[: len(interrupted) - cut])
+    assert counted(path, range(6, 12), 6) == whole
+
+
+def test_a_histogram_of_another_run_is_found_before_anything_begins(tensorboard, tmp_path):
+    HistogramSink(tmp_path / HISTOGRAM_FILE).close()
+    with pytest.raises(FileExistsError, match=HISTOGRAM_FILE):
+        open_sinks(tmp_path)
+    assert os.listdir(tmp_path) == [HISTOGRAM_FILE] and tensorboard == []
