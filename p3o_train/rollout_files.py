@@ -44,6 +44,10 @@ _SAMPLE_FIELDS = {
 _PAIRING = "response_rollout_log_probs_mask"
 
 
+class RolloutFileError(ValueError):
+    """A file that is no rollout of this run any more; the text names file, line and remedy."""
+
+
 def rollout_path(directory: str | os.PathLike[str], rollout_id: int, *, partial: bool = False) -> Path:
     """Where the file of a rollout is."""
     return Path(directory) / f"rollout_{rollout_id:07d}{'.partial' if partial else ''}.jsonl"
@@ -119,7 +123,7 @@ def read_rollout(
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a file that is truncated, edited, of another version, or of another rollout, by file and line.
+        RolloutFileError: a file that is truncated, edited, of another version, or of another rollout, by file and line.
     """
     path = rollout_path(directory, rollout_id, partial=partial)
     try:
@@ -135,13 +139,13 @@ def read_rollout(
         try:
             samples.append(_sample_from_json(_parsed(line)))
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-            raise ValueError(
+            raise RolloutFileError(
                 f"{path}, line {number}: not a sample as it was written ({error}); write the rollout again"
             ) from error
-    if len(samples) != header["num_samples"]:
-        raise ValueError(
+    if len(samples) != header.get("num_samples"):
+        raise RolloutFileError(
             f"{path}, line {len(lines)}: the file ends after {len(samples)} samples, but its header says "
-            f"{header['num_samples']}: it is truncated or edited; write the rollout again"
+            f"{header.get('num_samples')}: it is truncated or edited; write the rollout again"
         )
     return header, samples
 
@@ -151,14 +155,14 @@ def _read_header(line: bytes, path: Path, rollout_id: int, partial: bool) -> dic
     try:
         header = _parsed(line)
     except ValueError as error:
-        raise ValueError(f"{where}: not the header of a rollout ({error}); write the rollout again") from error
+        raise RolloutFileError(f"{where}: not the header of a rollout ({error}); write the rollout again") from error
     if header.get("format") != FORMAT or header.get("format_version") != FORMAT_VERSION:
-        raise ValueError(
+        raise RolloutFileError(
             f"{where}: expected format {FORMAT!r}, version {FORMAT_VERSION}, got {header.get('format')!r}, version "
             f"{header.get('format_version')!r}; read it with the release that wrote it, or write it again"
         )
     if (header.get("rollout_id"), header.get("partial")) != (rollout_id, partial):
-        raise ValueError(
+        raise RolloutFileError(
             f"{where}: expected rollout_id {rollout_id}, partial {partial}, got {header.get('rollout_id')!r}, "
             f"{header.get('partial')!r}: the file was renamed or edited; give it its own name"
         )
@@ -230,7 +234,11 @@ def _recording_to_json(recording: Recording, sample_id: str) -> dict[str, Any]:
 
 def _recording_from_json(row: dict[str, Any]) -> Recording:
     _check_keys(row, {field.name for field in dataclasses.fields(Recording)})
-    kept = row["kept_token_ids"]
+    kept, pause = row["kept_token_ids"], row["pause_mode"]
+    texts = ("engine", "engine_version", "log_prob_kind", "finish_reason", "source")
+    wrong = [name for name in texts if not isinstance(row[name], str)]
+    if wrong or not (pause is None or isinstance(pause, str)):
+        raise ValueError(f"expected texts in the recording, got {row}")
     return Recording(
         **row
         | {
@@ -244,6 +252,9 @@ def _recording_from_json(row: dict[str, Any]) -> Recording:
 def _sampling_from_json(row: dict[str, Any]) -> Sampling:
     _check_keys(row, {field.name for field in dataclasses.fields(Sampling)})
     bias = {name: _number_from_json(value) for name, value in row["logit_bias"].items()}
+    values = {name: value for name, value in row.items() if name not in ("stop_token_ids", "logit_bias", "other")}
+    if any(type(value) not in (int, float) for value in values.values()) or not isinstance(row["other"], dict):
+        raise ValueError(f"expected numbers in the sampling, got {row}")
     return Sampling(**row | {"stop_token_ids": tuple(_integers(row["stop_token_ids"])), "logit_bias": bias})
 
 

@@ -23,7 +23,7 @@ from p3o_train.contract import Contract, check_samples
 from p3o_train.engine import RolloutEngine, RolloutFailed
 from p3o_train.random_state import named_generator
 from p3o_train.recording import Request, Response, Sampling
-from p3o_train.rollout_files import has_rollout, partial_rollouts, read_rollout, write_rollout
+from p3o_train.rollout_files import RolloutFileError, has_rollout, partial_rollouts, read_rollout, write_rollout
 from p3o_train.tasks import Prompt, Task
 from p3o_train.types import Sample
 
@@ -275,7 +275,7 @@ class Rollouts:
 
     def _check_identity(self, header: Mapping[str, Any], rollout_id: int) -> None:
         if header.get("identity") != self.settings.identity:
-            raise ValueError(
+            raise RolloutFileError(
                 f"the file of rollout {rollout_id} in {self.settings.directory} was written by a run with other "
                 "settings; go on with the settings of that run, or name another --run-dir"
             )

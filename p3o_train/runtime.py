@@ -132,6 +132,7 @@ def megatron_run(parallelism: Parallelism, timeout_minutes: float = 10.0) -> Ite
             context_parallel_size=parallelism.context,
             # every group is Gloo already without CUDA, and nothing here needs a second one with it
             create_gloo_process_groups=False,
+            distributed_timeout_minutes=timeout_minutes,  # otherwise its groups wait for half an hour
         )
         stack.callback(parallel_state.destroy_model_parallel)
         yield

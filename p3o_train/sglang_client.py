@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -78,7 +79,8 @@ class Session:
         self, send: Callable[[], Awaitable[httpx.Response]], url: str, path: str, allowed: tuple[int, ...] = ()
     ) -> httpx.Response:
         async def attempt() -> httpx.Response:
-            response = await send()
+            # httpx's own limit is for each read, and an answer that trickles in never meets it
+            response = await asyncio.wait_for(send(), self._timeout_s)
             if response.status_code not in allowed:
                 response.raise_for_status()
             return response
@@ -94,7 +96,7 @@ class Session:
         except httpx.HTTPStatusError as error:
             text = error.response.text[:SHOWN_CHARACTERS]
             raise ServerError(url, f"{path} answered {error.response.status_code}: {text}") from error
-        except httpx.ReadTimeout as error:
+        except (httpx.ReadTimeout, asyncio.TimeoutError) as error:
             raise ServerError(
                 url, f"{path} did not answer within {self._timeout_s:g} s; raise timeout_s, or look at the server"
             ) from error

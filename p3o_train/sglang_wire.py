@@ -199,9 +199,22 @@ def parse_response(
         swapped: weights may have changed between sending and answer.
 
     Raises:
-        ValueError: a log-prob that is missing, not finite or belongs to another token; fields that are missing.
+        ValueError: a log-prob that is missing, not finite or belongs to another token; fields that are missing, or of
+            another type.
     """
     where = f"{facts.url}, request {request.sample_id!r}"
+    try:
+        return _parsed(where, answer, sampling, facts, pause_mode, swapped)
+    except (TypeError, LookupError, AttributeError) as error:
+        raise ValueError(
+            f"{where}: a field of the answer is not of the engine's type ({type(error).__name__}: {error}); "
+            f"check what lies between here and the engine at {facts.url}"
+        ) from error
+
+
+def _parsed(
+    where: str, answer: Any, sampling: Sampling, facts: ServerFacts, pause_mode: str, swapped: bool
+) -> Response | None:
     meta = answer.get("meta_info") if isinstance(answer, dict) else None
     if not isinstance(meta, dict) or not isinstance(meta.get("finish_reason"), dict):
         raise ValueError(
@@ -219,7 +232,7 @@ def parse_response(
             f"{where}: the answer has no {missing}, got {_fields(answer)} and in meta_info {_fields(meta)}; "
             f"check what lies between here and the engine at {facts.url}, or speculative decoding of the server"
         )
-    token_ids = tuple(answer["output_ids"])
+    token_ids = _ids(answer["output_ids"])
     _check_finish(where, finish, token_ids, sampling)
     _check_lengths(where, token_ids, triples, meta.get("completion_tokens", len(token_ids) if aborted else None))
     log_probs = _chosen_log_probs(where, triples, token_ids)
@@ -239,6 +252,13 @@ def parse_response(
         kept_token_ids=kept,
     )
     return Response(token_ids, log_probs, recording)
+
+
+def _ids(values: Any) -> tuple[int, ...]:
+    """Raises TypeError for anything but a list of token ids."""
+    if not isinstance(values, list) or any(type(value) is not int for value in values):
+        raise TypeError(f"a list of token ids is expected, got {str(values)[:80]}")
+    return tuple(values)
 
 
 def _fields(value: Any) -> str:
@@ -301,7 +321,7 @@ def _truncated(
             f"{where}: sampling was truncated, so {len(token_ids)} output_token_sampling_logprobs and "
             f"output_token_sampling_mask are needed, got {sizes[0]} and {sizes[1]}"
         )
-    kept = tuple(tuple(mask) for mask in masks)
+    kept = tuple(map(_ids, masks))
     for index, (mask, token) in enumerate(zip(kept, token_ids, strict=True)):
         if token not in mask:
             raise ValueError(f"{where}: response token {index} is {token}, which is not among its kept tokens")

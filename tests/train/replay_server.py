@@ -21,7 +21,7 @@ class ReplayServer:
         self.calls = []
         """(path, body) in the order of arrival."""
         self.script = {}
-        """Path -> list of (status, content) that are answered first, in order."""
+        """Path -> list of (status, content) that are answered first, in order; a function writes to the handler."""
         self.info = RECORDED["server_info"]
         self.version = "0"
         self.gate = threading.Event()
@@ -95,6 +95,10 @@ class ReplayServer:
                 self.reply(*server.answer(self.path, body))
 
             def reply(self, status, content):
+                if callable(content):
+                    content(self)
+                    self.close_connection = True
+                    return
                 data = (
                     content if isinstance(content, bytes) else b"" if content is None else json.dumps(content).encode()
                 )

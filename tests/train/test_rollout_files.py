@@ -14,7 +14,14 @@ from samples import PROPERTY, make_sample
 
 from p3o_train import rollout_files
 from p3o_train.recording import FINISH_REASONS, LOG_PROB_KINDS, PAUSE_MODES, Recording, Sampling, VersionSpan
-from p3o_train.rollout_files import has_rollout, partial_rollouts, read_rollout, rollout_ids, write_rollout
+from p3o_train.rollout_files import (
+    RolloutFileError,
+    has_rollout,
+    partial_rollouts,
+    read_rollout,
+    rollout_ids,
+    write_rollout,
+)
 from p3o_train.types import Sample
 
 SAMPLING = Sampling(
@@ -232,6 +239,7 @@ def edited(text, old, new):
         (lambda text: edited(text, "p3o-rollout", "other"), ["line 1", "got 'other', version 1"]),
         (lambda text: edited(text, '"format_version": 1', '"format_version": 2'), ["got 'p3o-rollout', version 2"]),
         (lambda text: edited(text, '"rollout_id": 4', '"rollout_id": 5'), ["line 1", "expected rollout_id 4", "got 5"]),
+        (lambda text: edited(text, '"num_samples": 2, ', ""), ["line 3", "header says None"]),
         (lambda text: text[:-20], ["line 3", "not a sample"]),
         (lambda text: "".join(text.splitlines(True)[:2]), ["line 2", "after 1 samples", "says 2", "truncated"]),
         (lambda text: text + text.splitlines(True)[1], ["line 4", "after 3 samples", "says 2"]),
@@ -243,11 +251,14 @@ def edited(text, old, new):
         (lambda text: edited(text, '"reward"', '"rewarded"'), ["line 2", "['reward']", "['rewarded']"]),
         (lambda text: edited(text, '"min_p"', '"min_q"'), ["line 2", "['min_p']", "['min_q']"]),
         (lambda text: edited(text, '"source"', '"sauce"'), ["line 2", "['source']", "['sauce']"]),
+        (lambda text: edited(text, '"engine": "sglang"', '"engine": [null]'), ["line 2", "texts in the recording"]),
+        (lambda text: edited(text, '"pause_mode": "retract"', '"pause_mode": 3'), ["line 2", "texts in the recording"]),
+        (lambda text: edited(text, '"top_k": 20', '"top_k": "20"'), ["line 2", "numbers in the sampling"]),
     ],
 )
 def test_a_file_that_is_not_whole_is_refused(tmp_path, edit, words):
     path = write_rollout(tmp_path, 4, [full_sample(), make_sample(1, 1, first_token=7)], {})
     path.write_text(edit(path.read_text()))
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(RolloutFileError) as error:
         read_rollout(tmp_path, 4)
     assert [word for word in [str(path), *words] if word not in str(error.value)] == []

@@ -1,5 +1,6 @@
 """The engine against a local server that answers as SGLang 0.5.23 did."""
 
+import contextlib
 import os
 import pickle
 import signal
@@ -69,6 +70,23 @@ def test_slow_answer_is_not_asked_for_again(make_engine, server):
     with pytest.raises(RolloutFailed, match=r"/generate did not answer within 0\.3 s; raise timeout_s"):
         engine.generate(make_requests(1), SAMPLING)
     assert len(server.calls) == 1
+
+
+def test_an_answer_that_trickles_in_ends_at_the_limit(make_engine, server):
+    """httpx's own limit is for each read, which such an answer never meets."""
+
+    def trickle(handler):
+        handler.send_response(200)
+        handler.send_header("Content-Length", "100")
+        handler.end_headers()
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            for _ in range(100):
+                handler.wfile.write(b" ")
+                time.sleep(0.05)
+
+    server.script["/generate"] = [(200, trickle)]
+    with pytest.raises(RolloutFailed, match=r"/generate did not answer within 0\.4 s; raise timeout_s"):
+        make_engine(server, timeout_s=0.4).generate(make_requests(1), SAMPLING)
 
 
 def test_answer_that_is_not_json_names_the_server(make_engine, server):

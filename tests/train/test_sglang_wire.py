@@ -235,6 +235,24 @@ def test_d24_missing_fields_are_named(name):
     refused(content, name)
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content.update(output_ids=3),
+        lambda content: content.update(output_ids=[1.5, 2, 3, 4]),
+        lambda content: content["meta_info"].update(output_token_logprobs=[1, 2, 3, 4]),
+        lambda content: content["meta_info"].update(finish_reason="stop"),
+        lambda content: content["meta_info"].update(weight_versions=[{"start": 0}]),
+        lambda content: content["meta_info"]["output_token_sampling_mask"].__setitem__(1, {}),
+    ],
+    ids=["no list", "no ids", "no triples", "no reason", "no end", "no mask"],
+)
+def test_fields_of_another_type_are_an_error_that_names_the_server(damage):
+    content = answer("truncated")
+    damage(content)
+    refused(content, "response token|field of the answer|finish_reason|must", TRUNCATED)
+
+
 def test_response_that_the_server_cut_is_an_error():
     refused(answer("scaled"), "cut the response at 4 tokens, max_new_tokens is 5", Sampling(5))
 
