@@ -31,8 +31,8 @@ COMPILED := env -u TRITON_INTERPRET
 INTERPRETED := env TRITON_INTERPRET=1
 LANES := lint test-cpu test-interpret test-sanitize bench-smoke
 
-.PHONY: help setup demo recipes test test-cpu test-megatron test-interpret test-sanitize test-sglang test-gpu gpu-check \
-	bench bench-smoke kernel-report lint format clean
+.PHONY: help setup demo recipes study test test-cpu test-megatron test-interpret test-sanitize test-sglang test-docs \
+	test-gpu soak gpu-check bench bench-smoke kernel-report lint format clean
 
 help: ## show this table
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -74,6 +74,9 @@ demo: $(READY) ## p3o train --preset tiny: a small model on Megatron-Core, on th
 recipes: $(READY) ## four ways to drift, P3O and GRPO each, in tiny size: one table
 	@$(PY) -m examples.recipes all --size tiny --root build/recipes
 
+study: $(READY) ## P3O beside GRPO, CISPO and PG under drift, into docs; 25 minutes on 2 cores, and goes on where it stopped
+	@$(PY) -m p3o_train study --run-dir build/study --output docs
+
 test: $(READY) ## all that needs no GPU: lint, the three CPU lanes and a smoke run of the benchmarks
 	@begin=$$(date +%s); for lane in $(LANES); do \
 	    printf '\n== %s ==\n' $$lane; \
@@ -93,14 +96,15 @@ test-interpret: $(READY) ## the kernels under Triton's interpreter
 	@$(INTERPRETED) $(PYTEST) tests/kernels -n $(JOBS) -m "not gpu"
 
 # Two processes side by side, no workers: the checker replaces the launcher in the process that started it.
+# One file takes as long as all others together.
 SANITIZE := $(COMPILED) $(PY) -m ttsem.sanitize pytest -m "not gpu and not host_only"
-VOCABULARY_TESTS := $(wildcard tests/kernels/test_row_*.py tests/kernels/test_vocabulary_*.py)
-TOKEN_TESTS := $(filter-out $(VOCABULARY_TESTS),$(wildcard tests/kernels/test_*.py))
+LONGEST_TESTS := tests/kernels/test_vocabulary_loss.py
+OTHER_TESTS := $(filter-out $(LONGEST_TESTS),$(wildcard tests/kernels/test_*.py))
 test-sanitize: $(READY) ## the compiled kernels under ttsem: bounds, races, uninitialised memory
 	@if $(PY) -c 'import ttsem.sanitize' 2>/dev/null; then \
-	    $(SANITIZE) $(TOKEN_TESTS) & tokens=$$!; \
-	    $(SANITIZE) $(VOCABULARY_TESTS); vocabulary=$$?; \
-	    wait $$tokens && exit $$vocabulary; \
+	    $(SANITIZE) $(OTHER_TESTS) & others=$$!; \
+	    $(SANITIZE) $(LONGEST_TESTS); longest=$$?; \
+	    wait $$others && exit $$longest; \
 	else \
 	    echo "test-sanitize: skipped, ttsem is not installed"; \
 	fi
@@ -118,6 +122,12 @@ $(SGLANG)/.ready: tests/sglang/requirements.txt
 	@$(SGLANG)/bin/python -m pip install -qq --disable-pip-version-check --no-deps sglang==0.5.23
 	@touch $@
 
+test-docs: $(READY) ## run the commands of README and docs for real, shortened; ten minutes
+	@$(COMPILED) $(PY) -m tests.project.run_docs
+
+soak: $(READY) ## kills, full disks, dead servers, damaged files, random input: docs/reliability.md, in 20 minutes
+	@$(COMPILED) OMP_NUM_THREADS=1 $(PY) -m tests.soak.campaign
+
 test-gpu: $(READY) ## the tests that need a CUDA device (PY=python: with your own environment)
 	@$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
 	    echo "test-gpu: $(PY) finds no torch with a CUDA device. Run it on a GPU machine," \
@@ -125,10 +135,10 @@ test-gpu: $(READY) ## the tests that need a CUDA device (PY=python: with your ow
 	}
 	@$(COMPILED) $(PYTEST) tests -m gpu -o addopts=-ra
 
-bench: $(READY) ## measure the operators on this machine, and check the speed of the CPU backends
-	@$(COMPILED) $(PY) -m bench.run
+bench: $(READY) ## check the speed of the CPU backends, measure, and write docs/performance.md; 10 minutes on 2 cores
 	-@$(COMPILED) $(PY) -m bench.check_speed
-	-@$(COMPILED) $(PY) -m bench.check_vocabulary
+	-@$(COMPILED) $(PY) -m bench.check_vocabulary --rounds 3
+	@$(COMPILED) $(PY) -m bench.page
 
 gpu-check: $(READY) ## on a GPU: tests, then times at real sizes into bench/results, in 10 minutes (PY=python too)
 	@$(COMPILED) $(PY) -m bench.gpu_check

@@ -5,12 +5,11 @@ With one thread a step costs its CPU time, to which other processes add little; 
 """
 
 import argparse
-import statistics
 import sys
-import time
 
 import torch
 
+from bench import interleave
 from bench.workload import BASELINE, make_step
 
 NUM_TOKENS = 262_144
@@ -19,21 +18,9 @@ ROUNDS, STEPS = 5, 10
 
 
 def median_times(threads: int) -> dict[str, float]:
-    """Seconds of a step of the baseline and of every backend, from rounds in which each takes its turn.
-
-    A turn begins with a step that is not timed: it finds the cache and the heap as another implementation left them.
-    """
-    clock = time.process_time if threads == 1 else time.perf_counter
+    """Seconds of a step of the baseline and of every backend, from rounds in which each takes its turn."""
     steps = {name: make_step(name, NUM_TOKENS) for name in (BASELINE, *LIMITS)}
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(ROUNDS):
-        for name, step in steps.items():
-            step()
-            for _ in range(STEPS):
-                begin = clock()
-                step()
-                times[name].append(clock() - begin)
-    return {name: statistics.median(values) for name, values in times.items()}
+    return interleave.medians(interleave.turns(steps, ROUNDS, STEPS, interleave.clock_for(threads)))
 
 
 def best_ratios(threads: int, attempts: int) -> dict[str, float]:

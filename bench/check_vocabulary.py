@@ -56,15 +56,20 @@ def verdicts(seconds: Mapping[str, float], peaks: Mapping[str, int], necessary: 
     return found
 
 
-def environment() -> str:
-    """What the figures depend on, in one line."""
+def cpu_name() -> str:
+    """As the system calls it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
+            return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
     except OSError:
-        cpu = "CPU"
+        return "CPU"
+
+
+def environment() -> str:
+    """What the figures depend on, in one line."""
     threads = torch.get_num_threads()
-    return f"{cpu}, {threads} thread{'s' * (threads > 1)}, torch {torch.__version__}, {datetime.date.today()}"
+    plural = "s" * (threads > 1)
+    return f"{cpu_name()}, {threads} thread{plural}, torch {torch.__version__}, {datetime.date.today()}"
 
 
 def main() -> int:

@@ -47,17 +47,23 @@ class Timed:
         self._run()
 
 
-def micro_batches() -> list[PackedBatch]:
+def samples() -> tuple[list[Sample], torch.Tensor]:
+    """Those of a step, and their advantages."""
     generator = torch.Generator().manual_seed(0)
     made = []
-    for index in range(MICRO_BATCHES):
-        samples = []
-        for _ in range(SEQUENCES):
-            tokens = torch.randint(MODEL.vocab_size, (PROMPT + RESPONSE,), generator=generator)
-            behavior = -9.0 + 0.1 * torch.randn(RESPONSE, generator=generator)
-            samples.append(Sample.from_lists(tokens, RESPONSE, behavior, sample_id=str(index)))
-        made.append(pack(samples, torch.randn(SEQUENCES, generator=generator)))
-    return made
+    for index in range(MICRO_BATCHES * SEQUENCES):
+        tokens = torch.randint(MODEL.vocab_size, (PROMPT + RESPONSE,), generator=generator)
+        behavior = -9.0 + 0.1 * torch.randn(RESPONSE, generator=generator)
+        made.append(Sample.from_lists(tokens, RESPONSE, behavior, sample_id=str(index)))
+    return made, torch.randn(len(made), generator=generator)
+
+
+def micro_batches() -> list[PackedBatch]:
+    made, advantages = samples()
+    return [
+        pack(made[begin : begin + SEQUENCES], advantages[begin : begin + SEQUENCES])
+        for begin in range(0, len(made), SEQUENCES)
+    ]
 
 
 def candidates(trainee: Trainee, batches: Sequence[PackedBatch]) -> dict[str, Any]:
