@@ -1,0 +1,1 @@
+"""Pages of docs/ that a command writes from the code or from measured data."""
