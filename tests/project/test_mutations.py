@@ -20,8 +20,8 @@ FAULTS = {
     "eager, float32 sums": ("_eager_terms.py", "[ratio.sum(), (ratio", "[ratio.float().sum().double(), (ratio", EAGER),
     "triton, gradient sign": (
         "_token_kernels.py",
-        "kl_slope - capped * advantages",
-        "kl_slope + capped * advantages",
+        "slope - capped * advantages",
+        "slope + capped * advantages",
         TRITON,
     ),
     "triton, dropped mask": ("_math_kernels.py", "remaining, BLOCK) != 0", "remaining, BLOCK) != 9", TRITON),
