@@ -96,15 +96,14 @@ test-interpret: $(READY) ## the kernels under Triton's interpreter
 	@$(INTERPRETED) $(PYTEST) tests/kernels -n $(JOBS) -m "not gpu"
 
 # Two processes side by side, no workers: the checker replaces the launcher in the process that started it.
-# One file takes as long as all others together.
 SANITIZE := $(COMPILED) $(PY) -m ttsem.sanitize pytest -m "not gpu and not host_only"
-LONGEST_TESTS := tests/kernels/test_vocabulary_loss.py
-OTHER_TESTS := $(filter-out $(LONGEST_TESTS),$(wildcard tests/kernels/test_*.py))
+VOCABULARY_TESTS := $(wildcard tests/kernels/test_row_*.py tests/kernels/test_vocabulary_*.py)
+TOKEN_TESTS := $(filter-out $(VOCABULARY_TESTS),$(wildcard tests/kernels/test_*.py))
 test-sanitize: $(READY) ## the compiled kernels under ttsem: bounds, races, uninitialised memory
 	@if $(PY) -c 'import ttsem.sanitize' 2>/dev/null; then \
-	    $(SANITIZE) $(OTHER_TESTS) & others=$$!; \
-	    $(SANITIZE) $(LONGEST_TESTS); longest=$$?; \
-	    wait $$others && exit $$longest; \
+	    $(SANITIZE) $(TOKEN_TESTS) & tokens=$$!; \
+	    $(SANITIZE) $(VOCABULARY_TESTS); vocabulary=$$?; \
+	    wait $$tokens && exit $$vocabulary; \
 	else \
 	    echo "test-sanitize: skipped, ttsem is not installed"; \
 	fi
