@@ -35,7 +35,7 @@ def _anchor_partials(inputs: TokenInputs, proximal: Tensor) -> Tensor:
         "num_tokens": inputs.log_probs.numel(),
     }
     constexprs = {"HAS_MASK": inputs.mask is not None, "BLOCK": BLOCK}
-    _launch._run(anchored.anchor_sums_kernel, programs, _launch.THREADS, arguments, **constexprs)
+    _launch.run(anchored.anchor_sums_kernel, programs, _launch.THREADS, arguments, **constexprs)
     return partials
 
 
@@ -49,7 +49,7 @@ def _join(partials: Tensor, out: Tensor, field_distance: int, distance: int) -> 
         "distance": distance,
     }
     kernel, programs, threads = anchored.join_sums_kernel, partials.shape[0], _launch.FINISH_THREADS
-    _launch._run(kernel, programs, threads, arguments, MAX_PROGRAMS=MAX_PROGRAMS)
+    _launch.run(kernel, programs, threads, arguments, MAX_PROGRAMS=MAX_PROGRAMS)
 
 
 def anchors(inputs: TokenInputs, proximal: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def sequence_sums(log_probs: Tensor, behavior_log_probs: Tensor, mask: Tensor | 
     }
     flags = {"HAS_MASK": mask is not None, "IN_CHUNKS": chunks > 1}
     kernel = anchored.sequence_sums_kernel
-    _launch._run(kernel, sequences * chunks, SEQUENCE_THREADS, arguments, **flags, BLOCK=SEQUENCE_BLOCK)
+    _launch.run(kernel, sequences * chunks, SEQUENCE_THREADS, arguments, **flags, BLOCK=SEQUENCE_BLOCK)
     if chunks > 1:
         _join(partials, out, sequences, 1)
     return out
@@ -129,6 +129,6 @@ def _run_loss(
     **constexprs: int | bool,
 ) -> TokenLoss:
     constexprs |= {"HAS_MASK": inputs.mask is not None, "BLOCK": BLOCK, "COLUMNS": COLUMNS}
-    _launch._run(kernel, partials.shape[0], _launch.THREADS, arguments, **constexprs)
+    _launch.run(kernel, partials.shape[0], _launch.THREADS, arguments, **constexprs)
     grad, loss = arguments["grad_ptr"], arguments["loss_ptr"]
     return _launch.finish_loss(inputs, options, partials, partials, grad, loss, COLUMNS_ANCHORED, anchored=True)

@@ -31,7 +31,8 @@ def _warp_size() -> int:
     return 64 if torch.version.hip else 32
 
 
-def _run(kernel: Any, programs: int, threads: int, arguments: dict[str, Any], **constexprs: int | bool) -> None:
+def run(kernel: Any, programs: int, threads: int, arguments: dict[str, Any], **constexprs: int | bool) -> None:
+    """One launch, on the device of its tensors."""
     device = next(value for value in arguments.values() if isinstance(value, Tensor)).device
     guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with guard:
@@ -58,7 +59,7 @@ def _ratio_partials(log_probs: Tensor, behavior_log_probs: Tensor, mask: Tensor 
         "partials_ptr": partials,
         "num_tokens": log_probs.numel(),
     }
-    _run(token.ratio_sums_kernel, num_programs, THREADS, arguments, HAS_MASK=mask is not None, BLOCK=BLOCK)
+    run(token.ratio_sums_kernel, num_programs, THREADS, arguments, HAS_MASK=mask is not None, BLOCK=BLOCK)
     return partials
 
 
@@ -73,13 +74,13 @@ def ratio_sums(log_probs: Tensor, behavior_log_probs: Tensor, mask: Tensor | Non
 def finish_ratio(partials: Tensor, out: Tensor) -> None:
     """``out`` [4] from the partial sums [programs, 4] of one anchor: 1 launch."""
     arguments = {"partials_ptr": partials, "out_ptr": out, "num_partials": partials.shape[0]}
-    _run(finish.finish_ratio_kernel, 1, FINISH_THREADS, arguments, MAX_PROGRAMS=MAX_PROGRAMS)
+    run(finish.finish_ratio_kernel, 1, FINISH_THREADS, arguments, MAX_PROGRAMS=MAX_PROGRAMS)
 
 
 def context(sums: Tensor) -> Tensor:
     """[e, N, mean of rho, standard deviation of rho] from [S1, S2, N, invalid]: 1 launch."""
     out = sums.new_empty(4)
-    _run(finish.context_kernel, 1, 32, {"sums_ptr": sums, "out_ptr": out})
+    run(finish.context_kernel, 1, 32, {"sums_ptr": sums, "out_ptr": out})
     return out
 
 
@@ -102,7 +103,7 @@ def token_loss(inputs: TokenInputs, options: LossOptions) -> TokenLoss:
         ratio_partials = _ratio_partials(log_probs, inputs.behavior_log_probs, inputs.mask)
     outputs = {"ess_ptr": ess, "ratio_partials_ptr": ratio_partials, "grad_ptr": token_grad}
     outputs |= {"loss_ptr": loss, "partials_ptr": partials}
-    _run(
+    run(
         token.token_loss_kernel,
         num_programs,
         THREADS,
@@ -185,7 +186,7 @@ def finish_loss(
         "reference_coef": options.reference_coef,
     }
     constexprs = {"MAX_PROGRAMS": MAX_PROGRAMS, "COLUMNS": COLUMNS, "ANCHORED": anchored}
-    _run(finish.finish_loss_kernel, 1, FINISH_THREADS, arguments, **constexprs)
+    run(finish.finish_loss_kernel, 1, FINISH_THREADS, arguments, **constexprs)
     return TokenLoss(loss, token_grad, scale, summary, count)
 
 
@@ -213,7 +214,7 @@ def scale_grad(
         "num_tokens": token_grad.numel(),
         "entropy_coef": entropy_coef,
     }
-    _run(
+    run(
         token.scale_grad_kernel,
         max(-(-token_grad.numel() // SCALE_BLOCK), 1),
         SCALE_THREADS,

@@ -97,7 +97,7 @@ def _row_stats(logits: Tensor, rows: Rows, partial: Tensor | None, values: RowVa
     arguments = _logits_arguments(logits, rows) | outputs
     arguments |= {"num_rows": logits.shape[0], "vocab_start": rows.vocab_start}
     if logits.shape[0]:
-        _launch._run(row_kernels.row_stats_kernel, logits.shape[0], THREADS, arguments, **_constexprs(logits, rows))
+        _launch.run(row_kernels.row_stats_kernel, logits.shape[0], THREADS, arguments, **_constexprs(logits, rows))
 
 
 def row_values(logits: Tensor, rows: Rows) -> RowValues:
@@ -125,7 +125,7 @@ def _merge(partials: Tensor, rows: Rows, merged: Tensor | None, values: RowValue
     arguments = _row_arguments(rows) | outputs
     arguments |= {"partials_ptr": partials, "num_rows": num_rows, "num_parts": num_parts}
     if num_rows:
-        _launch._run(
+        _launch.run(
             row_kernels.row_merge_kernel,
             -(-num_rows // MERGE_BLOCK),
             MERGE_THREADS,
@@ -167,7 +167,7 @@ def row_grad(logits: Tensor, out: Tensor, rows: Rows, values: RowValues, grads: 
     }
     constexprs = _constexprs(logits, rows) | {"HAS_ENTROPY": with_entropy}
     if logits.shape[0]:
-        _launch._run(row_kernels.row_grad_kernel, logits.shape[0], THREADS, arguments, **constexprs)
+        _launch.run(row_kernels.row_grad_kernel, logits.shape[0], THREADS, arguments, **constexprs)
 
 
 def row_loss(
@@ -201,7 +201,7 @@ def row_loss(
     }
     constexprs = _constexprs(logits, rows) | {"BLOCK": loss_block(rows.softcap > 0)}
     if logits.shape[0]:
-        _launch._run(row_loss_kernels.row_loss_kernel, rows_under_way(logits), LOSS_THREADS, arguments, **constexprs)
+        _launch.run(row_loss_kernels.row_loss_kernel, rows_under_way(logits), LOSS_THREADS, arguments, **constexprs)
     return log_probs, entropy
 
 
@@ -231,4 +231,4 @@ def scale_rows(grad: Tensor, factor: Tensor) -> None:
         "factor_stride": factor.stride(0) if factor.dim() else 0,
     }
     if matrix.numel():
-        _launch._run(row_loss_kernels.scale_rows_kernel, matrix.shape[0], SCALE_THREADS, arguments, BLOCK=SCALE_BLOCK)
+        _launch.run(row_loss_kernels.scale_rows_kernel, matrix.shape[0], SCALE_THREADS, arguments, BLOCK=SCALE_BLOCK)

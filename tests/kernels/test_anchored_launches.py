@@ -16,7 +16,7 @@ LOSS = ["two_anchor_loss_kernel", "finish_loss_kernel"]
 @pytest.fixture
 def launches(monkeypatch):
     recorded = []
-    monkeypatch.setattr(_launch, "_run", lambda kernel, *rest, **options: recorded.append(kernel.__name__))
+    monkeypatch.setattr(_launch, "run", lambda kernel, *rest, **options: recorded.append(kernel.__name__))
     monkeypatch.setattr(_backend, "INTERPRETED", True)  # "auto" is triton on the CPU, too
     return recorded
 

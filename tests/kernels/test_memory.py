@@ -18,7 +18,7 @@ TOKENS = 1 << 20
 @pytest.fixture
 def launches(monkeypatch):
     recorded = []
-    monkeypatch.setattr(_launch, "_run", lambda kernel, *rest, **options: recorded.append(kernel.__name__))
+    monkeypatch.setattr(_launch, "run", lambda kernel, *rest, **options: recorded.append(kernel.__name__))
     return recorded
 
 

@@ -53,7 +53,7 @@ class Launch(NamedTuple):
 
 
 class Recorder:
-    """Stands in for ``_launch._run``: notes what was asked for and launches nothing."""
+    """Stands in for ``_launch.run``: notes what was asked for and launches nothing."""
 
     def __init__(self) -> None:
         self.launches: set[Launch] = set()
@@ -78,7 +78,7 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch):
     recorder = Recorder()
-    monkeypatch.setattr(_launch, "_run", recorder)
+    monkeypatch.setattr(_launch, "run", recorder)
     monkeypatch.setattr(_backend, "INTERPRETED", True)  # "auto" is triton on the CPU, too
     return recorder
 

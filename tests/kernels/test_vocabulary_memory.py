@@ -29,7 +29,7 @@ OPTIONS = LossOptions(0, "sum", "proxy_safe", 0.2, 0.2, 0.0, 0.0)
 @pytest.fixture
 def launches(monkeypatch):
     recorded = []
-    monkeypatch.setattr(_launch, "_run", lambda kernel, *rest, **options: recorded.append(kernel.__name__))
+    monkeypatch.setattr(_launch, "run", lambda kernel, *rest, **options: recorded.append(kernel.__name__))
     return recorded
 
 
