@@ -50,8 +50,8 @@ def _head(environment: Mapping[str, Any]) -> list[str]:
         f"commit {environment['commit']}; {versions}.",
         "On a CPU everything is measured; for GPUs there is what the compiler makes, a bound and a model, each under "
         "its own heading. Ratios of short steps move by 20% from run to run, with the allocator above all. "
-        "`python -m bench.run` measures other sizes with pytest-benchmark; its options, such as `--max-tokens 4194304`, "
-        "are those of pytest.",
+        "`python -m bench.run` measures other sizes with pytest-benchmark; options such as `--max-tokens 4194304` "
+        "are handed on to pytest.",
     ]
 
 
