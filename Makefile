@@ -31,7 +31,7 @@ COMPILED := env -u TRITON_INTERPRET
 INTERPRETED := env TRITON_INTERPRET=1
 LANES := lint test-cpu test-interpret test-sanitize bench-smoke
 
-.PHONY: help setup demo recipes study test test-cpu test-megatron test-interpret test-sanitize test-sglang test-docs \
+.PHONY: help setup demo recipes study docs test test-cpu test-megatron test-interpret test-sanitize test-sglang test-docs \
 	test-gpu soak gpu-check bench bench-smoke kernel-report lint format clean
 
 help: ## show this table
@@ -120,6 +120,14 @@ $(SGLANG)/.ready: tests/sglang/requirements.txt
 	@$(SGLANG)/bin/python -m pip install -qq --disable-pip-version-check -r tests/sglang/requirements.txt
 	@$(SGLANG)/bin/python -m pip install -qq --disable-pip-version-check --no-deps sglang==0.5.23
 	@touch $@
+
+docs: $(READY) ## write the pages and pictures of docs again that study, bench and soak do not; 5 minutes
+	@$(PY) -m docs.make.reference
+	@$(PY) -m docs.make.pictures
+	@$(COMPILED) $(PY) -m docs.make.numerics
+	@$(COMPILED) $(PY) -m tests.megatron.partition_table
+	@$(PY) -m p3o_train plot docs/data/report_runs/grpo docs/data/report_runs/p3o --smooth 10 \
+	    --output docs/images/report_compare.png
 
 test-docs: $(READY) ## run the commands of README and docs for real, shortened; ten minutes
 	@$(COMPILED) $(PY) -m tests.project.run_docs
