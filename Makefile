@@ -132,7 +132,7 @@ docs: $(READY) ## write the pages and pictures of docs again that study, bench a
 test-docs: $(READY) ## run the commands of README and docs for real, shortened; ten minutes
 	@$(COMPILED) $(PY) -m tests.project.run_docs
 
-soak: $(READY) ## kills, full disks, dead servers, damaged files, random input: docs/reliability.md, in 20 minutes
+soak: $(READY) ## kills, full disks, dead servers, damaged files, random input: docs/reliability.md, in 12 minutes
 	@$(COMPILED) OMP_NUM_THREADS=1 $(PY) -m tests.soak.campaign
 
 test-gpu: $(READY) ## the tests that need a CUDA device (PY=python: with your own environment)
@@ -142,7 +142,7 @@ test-gpu: $(READY) ## the tests that need a CUDA device (PY=python: with your ow
 	}
 	@$(COMPILED) $(PYTEST) tests -m gpu -o addopts=-ra
 
-bench: $(READY) ## check the speed of the CPU backends, measure, and write docs/performance.md; 10 minutes on 2 cores
+bench: $(READY) ## check the speed of the CPU backends, measure, and write docs/performance.md; 7 minutes on 2 cores
 	-@$(COMPILED) $(PY) -m bench.check_speed
 	-@$(COMPILED) $(PY) -m bench.check_vocabulary --rounds 3
 	@$(COMPILED) $(PY) -m bench.page
