@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 
 import pytest
 
@@ -27,6 +28,16 @@ def made_up(**changes):
 
 def test_page_is_that_of_the_record():
     assert PAGE.read_text(encoding="utf-8") == render(RECORD), "run: python -m tests.soak.campaign --page-only"
+
+
+def test_the_readme_has_its_numbers():
+    head = re.search(
+        r"\*\*(\d+ of \d+) injected faults were survived\*\*, and no fault cost more than (\d+) ", PAGE.read_text()
+    )
+    inputs = re.search(r"Of ([\d,]+) random inputs none made a finding", PAGE.read_text())
+    assert head and inputs
+    said = " ".join((PAGE.parents[1] / "README.md").read_text(encoding="utf-8").split())
+    assert f"{head[1]} survived, at most {head[2]} steps lost, and no finding in {inputs[1]} random inputs" in said
 
 
 def test_every_part_is_there():

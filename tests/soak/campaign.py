@@ -1,6 +1,6 @@
 """The reliability campaign, which writes docs/data/reliability.json and docs/reliability.md.
 
-    python -m tests.soak.campaign                            all parts, 12 minutes on two idle cores   
+    python -m tests.soak.campaign                            all parts, 12 minutes on two idle cores
     python -m tests.soak.campaign --only kill --kills 5      one part anew; what the record has of the others stays
     python -m tests.soak.campaign --missing                  the parts that the record does not have yet
     python -m tests.soak.campaign --page-only                the page from the record
