@@ -129,7 +129,7 @@ docs: $(READY) ## write the pages and pictures of docs again that study, bench a
 	@$(PY) -m p3o_train plot docs/data/report_runs/grpo docs/data/report_runs/p3o --smooth 10 \
 	    --output docs/images/report_compare.png
 
-test-docs: $(READY) ## run the commands of README and docs for real, shortened; ten minutes
+test-docs: $(READY) ## run the commands of README and docs for real, shortened; five minutes
 	@$(COMPILED) $(PY) -m tests.project.run_docs
 
 soak: $(READY) ## kills, full disks, dead servers, damaged files, random input: docs/reliability.md, in 12 minutes
