@@ -17,6 +17,7 @@ import torch
 from bench import interleave
 from bench.peers import make_step, why_absent
 from bench.vocabulary_workload import CPU, GEMMS, MIB, NAIVE, Shape, Step, make_batch, peak_bytes
+from p3o_train import doctor
 
 P3O, LIGER = "p3o", "liger_grpo"
 CANDIDATES = (GEMMS, P3O, LIGER, NAIVE)
@@ -56,20 +57,11 @@ def verdicts(seconds: Mapping[str, float], peaks: Mapping[str, int], necessary: 
     return found
 
 
-def cpu_name() -> str:
-    """As the system calls it."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
-    except OSError:
-        return "CPU"
-
-
 def environment() -> str:
     """What the figures depend on, in one line."""
     threads = torch.get_num_threads()
     plural = "s" * (threads > 1)
-    return f"{cpu_name()}, {threads} thread{plural}, torch {torch.__version__}, {datetime.date.today()}"
+    return f"{doctor.cpu_name()}, {threads} thread{plural}, torch {torch.__version__}, {datetime.date.today()}"
 
 
 def main() -> int:

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 from bench import cpu_times, gpu_static, page_plots, page_text
-from bench.check_vocabulary import cpu_name
 from bench.page_tables import compact
 from bench.peers import absences
+from p3o_train import doctor
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -87,7 +87,7 @@ def commit() -> str:
 def environment() -> dict[str, Any]:
     return {
         "date": str(datetime.date.today()),
-        "cpu": cpu_name(),
+        "cpu": doctor.cpu_name(),
         "cores": cores(),
         "commit": commit(),
         "versions": {"Python": platform.python_version(), **{name: version(name) for name in PACKAGES}},

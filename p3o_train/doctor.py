@@ -122,6 +122,16 @@ def _megatron_source() -> str | None:
     return (".".join(numbers) or "unknown version") + _NOT_INSTALLED
 
 
+def cpu_name() -> str:
+    """As the system calls the processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
 def distributed_backends() -> list[str]:
     """Of this build of torch."""
     if not dist.is_available():

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from docs.make.numerics_cases import HIDDEN, ROWS, TOKENS, VOCAB, measure
+from p3o_train import doctor
 
 DOCS = Path(__file__).resolve().parents[1]
 PAGE, DATA, TEMPLATE = (
@@ -63,21 +64,12 @@ def measured() -> tuple[dict[str, str], list[Line]]:
         lines.append(Line(*key, pytorch, eager, interpreted, allowed))
     facts = {
         "date": datetime.date.today().isoformat(),
-        "machine": _machine(),
+        "machine": f"{os.cpu_count()} cores ({doctor.cpu_name()})",
         "python": platform.python_version(),
         "torch": importlib.metadata.version("torch"),
         "triton": importlib.metadata.version("triton"),
     }
     return facts, lines
-
-
-def _machine() -> str:
-    try:
-        info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-        model = next(line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name"))
-    except (OSError, StopIteration):
-        model = platform.machine()
-    return f"{os.cpu_count()} cores ({model})"
 
 
 def write_data(facts: dict[str, str], lines: list[Line]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import datetime
 import os
-import platform
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,7 +73,7 @@ def about(size: str, asked: Sequence[Cell], workers: int) -> dict[str, str]:
     return {
         "size": size,
         "date": datetime.date.today().isoformat(),
-        "machine": f"{_processor()}, {os.cpu_count()} cores, {workers} cells at a time with one thread each",
+        "machine": f"{doctor.cpu_name()}, {os.cpu_count()} cores, {workers} cells at a time with one thread each",
         "versions": ", ".join(f"{name} {version}" for name, version in sorted(versions.items())),
         "command": f"p3o study --run-dir build/study --output docs{'' if size == 'short' else f' --size {size}'}",
         "flags of all": f"{COMMON} {SIZES[size]}",
@@ -82,15 +81,6 @@ def about(size: str, asked: Sequence[Cell], workers: int) -> dict[str, str]:
         **{f"flags of {name}": named[name].flags for name in used},
         **{f"flags of method {name}": METHODS[name].flags for name in methods},
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def page(tables: Tables) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from p3o_train import doctor
 from tests.megatron.partitions import ROWS, Errors, measure
 from tests.megatron.steps import LENGTHS, Cut
 
@@ -91,19 +92,10 @@ def read(page: str) -> dict[tuple[str, ...], Numbers]:
     return found
 
 
-def machine() -> str:
-    try:
-        info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-        model = next(line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name"))
-    except (OSError, StopIteration):
-        model = platform.machine()
-    return f"{os.cpu_count()} cores ({model})"
-
-
 def main() -> None:
     text = TEXT.format(
         date=datetime.date.today().isoformat(),
-        machine=machine(),
+        machine=f"{os.cpu_count()} cores ({doctor.cpu_name()})",
         python=platform.python_version(),
         torch=importlib.metadata.version("torch"),
         megatron=importlib.metadata.version("megatron-core"),

@@ -28,6 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from p3o_train import doctor
 from tests.soak.page import DATA, PAGE, render, write_page
 from tests.soak.runs import Campaign
 from tests.soak.trials import Tally, Trial, faults_to_json
@@ -142,11 +143,8 @@ def _run(part: Part, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def _machine() -> str:
     import torch
 
-    cpu = platform.processor() or platform.machine()
-    with open("/proc/cpuinfo", encoding="utf-8") as file:
-        cpu = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), cpu)
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
-    return f"{os.cpu_count()} x {cpu}, {platform.system()}, {versions}"
+    return f"{os.cpu_count()} x {doctor.cpu_name()}, {platform.system()}, {versions}"
 
 
 def _summary(found: dict[str, Any]) -> str:
