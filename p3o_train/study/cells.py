@@ -33,8 +33,8 @@ COLUMNS = ("reward", "ess", "limited", "kl")
 changes; the mean estimate of KL(policy || behavior policy)."""
 # what a policy that has left the range of numbers makes the trainer say, before it changes anything
 _DIVERGED = ("invalid data on ", "the norm of the gradients is ")
-
 EVALUATION = "eval/reward_mean"
+_STOPS = (signal.SIGINT, signal.SIGTERM)
 
 Task = Callable[[Cell, Path], dict[str, Any]]
 
@@ -96,8 +96,11 @@ def run_cells(asked: Sequence[Cell], directory: Path, task: Task, workers: int) 
                 while waiting and len(running) < workers:
                     cell = waiting.popleft()
                     process = context.Process(target=_process, args=(cell, directory, task), daemon=True)
+                    # an exception in the hooks of a fork is lost, and a child that is not noted would go on alone
+                    signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
                     process.start()
                     running[process.sentinel] = (process, cell)
+                    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
                 ended: Any = wait(list(running))
                 for sentinel in ended:
                     process, cell = running.pop(sentinel)
@@ -119,6 +122,7 @@ def _process(cell: Cell, directory: Path, task: Task) -> None:
     """What a child does. Ctrl-C is the parent's, which then ends its children."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
     scratch, failed = directory / "running" / cell.name, directory / "failed" / f"{cell.name}.txt"
     scratch.mkdir(exist_ok=True)
     failed.unlink(missing_ok=True)
