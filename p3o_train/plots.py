@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from p3o_train.histogram import EDGES
 from p3o_train.run_data import LAST_STEPS, Run, read_runs
-from p3o_train.sinks import FILE_NAME
+from p3o_train.sinks import FILE_NAME, replace_file
 
 if TYPE_CHECKING:  # drawing is optional: matplotlib is imported by the functions that draw
     from matplotlib.axes import Axes
@@ -78,7 +78,7 @@ def draw_comparison(runs: Sequence[Run], path: str | os.PathLike[str], smooth: i
         raise ValueError(f"--output must end in .{', .'.join(FORMATS)}; got {path}")
     check_output(path)
     content = render(runs, kind, smooth)
-    write_whole(path, content)
+    replace_file(path, content)
     return notes(runs)
 
 
@@ -92,16 +92,6 @@ def check_output(path: Path) -> None:
         raise ValueError(f"--output {path} is the picture that a run draws of itself; choose another name")
     if path.is_dir() or not path.parent.is_dir():
         raise ValueError(f"--output {path} must be a file in a directory that exists; make it, or choose another")
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """All of the content, or the file as it was."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def render(runs: Sequence[Run], kind: str, smooth: int = 1) -> bytes:

@@ -14,9 +14,10 @@ from typing import Any
 
 from p3o_train.curves import METHODS
 from p3o_train.findings import AGE_RISE, FAR_SHARE, LOW_ESS, SHIFT, findings
-from p3o_train.plots import add_run_arguments, check_output, notes, render, runs_of, write_whole
+from p3o_train.plots import add_run_arguments, check_output, notes, render, runs_of
 from p3o_train.report_page import PAGE
 from p3o_train.run_data import LAST_STEPS, Run
+from p3o_train.sinks import replace_file
 
 NUMBERS = {
     "mean reward": "train/reward_mean",
@@ -65,7 +66,7 @@ def write_report(runs: Sequence[Run], path: str | os.PathLike[str], smooth: int 
     if path.suffix.lower() != ".html":
         raise ValueError(f"--output must end in .html; got {path}")
     check_output(path)
-    write_whole(path, page(runs, smooth).encode())
+    replace_file(path, page(runs, smooth).encode())
 
 
 def page(runs: Sequence[Run], smooth: int = 1) -> str:

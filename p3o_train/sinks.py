@@ -61,7 +61,7 @@ class JsonlSink:
         path = Path(path)
         kept = _kept_bytes(path, resume_step)
         if kept is not None:
-            _replace(path, kept)
+            replace_file(path, kept)
         self._file = open(path, "x" if kept is None else "a", encoding="utf-8", newline="\n")  # noqa: SIM115
         self._warned: set[str] = set()
 
@@ -143,7 +143,7 @@ def _kept_bytes(path: Path, resume_step: int | None) -> bytes | None:
     return b"".join(lines)
 
 
-def _replace(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes) -> None:
     """All of the content or the file as it was, whatever happens in between."""
     temporary = path.with_name(path.name + ".tmp")
     try:

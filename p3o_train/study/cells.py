@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from p3o_train.engine import RolloutFailed
+from p3o_train.sinks import replace_file
 from p3o_train.study.design import Cell, cells, flags_of, resolved
 
 DESIGN = "design.json"
@@ -131,7 +132,7 @@ def _process(cell: Cell, directory: Path, task: Task) -> None:
         os.dup2(output.fileno(), 2)
         try:
             _write(result_path(directory, cell), task(cell, scratch))
-        except Exception:
+        except Exception:  # told by the parent, and the other cells go on
             failed.write_text(traceback.format_exc())
     shutil.rmtree(scratch, ignore_errors=True)
 
@@ -144,13 +145,7 @@ def _reason(directory: Path, cell: Cell, exit_code: int | None) -> str:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    """All of it or nothing."""
-    temporary = path.with_suffix(".tmp")
-    try:
-        temporary.write_text(json.dumps(content) + "\n")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_file(path, (json.dumps(content) + "\n").encode())
 
 
 def prepare() -> None:

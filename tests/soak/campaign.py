@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from p3o_train import doctor
+from p3o_train.sinks import replace_file
 from tests.soak.page import DATA, PAGE, render, write_page
 from tests.soak.runs import Campaign
 from tests.soak.trials import Tally, Trial, faults_to_json
@@ -162,9 +163,7 @@ def _is_bad(found: dict[str, Any]) -> bool:
 
 def _replace(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    replace_file(path, text.encode())
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from pathlib import Path
 from typing import Any
 
+from p3o_train.sinks import replace_file
 from tests.soak.trials import OTHER
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,9 +97,7 @@ def render(record: dict[str, Any]) -> str:
 def write_page(path: Path, text: str) -> None:
     """Replaces the page at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    replace_file(path, text.encode())
 
 
 def _verdict(faults: list[dict[str, Any]], tallies: list[dict[str, Any]]) -> str:
